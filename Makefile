@@ -4,7 +4,7 @@ PY := .venv/bin/python
 CONFIG := recipes/digits_vlm/configs/train.yaml
 RL := recipes/grid_rl/configs
 
-.PHONY: setup demo rl-demo test test-quick test-gpu test-campaign fault-campaign test-versions test-megatron test-ray test-stores goldens lint format clean
+.PHONY: setup demo rl-demo docs test-notebooks test test-quick test-gpu test-campaign fault-campaign test-versions test-megatron test-ray test-stores goldens lint format clean
 
 # Three workers for two cores, since ranks wait for each other; each has its own rank processes, 1.5 GiB in all. A file
 # stays on one worker, so that module fixtures are built once; conftest.py puts the longest files first, so that all
@@ -31,6 +31,27 @@ rl-demo: setup
 	@$(PY) -m mvp_engine.cli train $(RL)/sft.yaml
 	@$(PY) -m mvp_engine.cli train $(RL)/rl.yaml
 	@echo; echo "The report: $$(ls -td outputs/grid_rl-*/report.html | head -1)"
+
+# The documentation as a site, in build/site: every link and reference is checked, and a warning is an error. With
+# SERVE=1 it stays at http://127.0.0.1:8000 and follows changes. One folder per version: .venvs/docs/bin/mike deploy 0.2
+# latest. The tools are in an environment of their own, without torch: docstrings are read, not imported.
+DOCS := .venvs/docs
+docs: $(DOCS)/.ready
+	@export NO_MKDOCS_2_WARNING=1; set -o pipefail; \
+	$(if $(SERVE),$(DOCS)/bin/mkdocs serve,$(DOCS)/bin/mkdocs build --strict 2>&1 | { grep -v '^INFO' || true; } && echo "The site: build/site/index.html")
+
+$(DOCS)/.ready: pyproject.toml
+	@uv=$$(command -v uv || echo "python3 -m uv"); \
+	$$uv venv --quiet --allow-existing --python 3.11 $(DOCS) && \
+	$$uv pip install --quiet --python $(DOCS)/bin/python $$(sed -n 's/^docs = \[\(.*\)\].*/\1/p' pyproject.toml | tr -d '",')
+	@touch $@
+
+# The notebooks of docs/tutorials in a Jupyter kernel, with few steps.
+test-notebooks:
+	@uv=$$(command -v uv || echo "python3 -m uv"); \
+	$$uv venv --quiet --allow-existing --python 3.11 .venvs/notebooks && \
+	$$uv pip install --quiet --python .venvs/notebooks/bin/python --constraint constraints.txt --editable '.[dev]' nbclient ipykernel
+	@PATH="$$PWD/.venvs/notebooks/bin:$$PATH" .venvs/notebooks/bin/pytest --campaign -k kernel tests/test_notebooks.py
 
 lint: setup
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy

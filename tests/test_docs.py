@@ -5,6 +5,7 @@ import shlex
 import tomllib
 
 import pytest
+import yaml
 from conftest import MAGIC, ROOT, run_process
 
 from mvp_engine.cli import main
@@ -47,16 +48,17 @@ def test_install_page_lists_every_extra_of_the_package():
 
 
 @pytest.mark.slow
-def test_readme_recipe_copied_to_files_trains_on_one_and_two_ranks(workspace, capsys):
+def test_first_recipe_copied_to_files_trains_on_one_and_two_ranks(workspace, capsys):
+    page = ROOT / "docs" / "recipe_list.md"
     files = 0
-    for before, code in blocks(ROOT / "README.md", "python") + blocks(ROOT / "README.md", "yaml"):
+    for before, code in blocks(page, "python") + blocks(page, "yaml"):
         name = re.search(r"`(plane/[^`]+)`:", before)
         assert name, before
         (workspace / name[1]).parent.mkdir(parents=True, exist_ok=True)
         (workspace / name[1]).write_text(code)
         files += 1
     assert files == 2
-    [text] = [code for _, code in blocks(ROOT / "README.md", "bash") if "plane" in code]
+    [text] = [code for _, code in blocks(page, "bash") if "plane" in code]
     one_rank, two_ranks, typo = commands(text)
     assert main(one_rank[1:]) == 0
     first = list(list_runs(workspace / "outputs")[0].records())
@@ -73,10 +75,11 @@ def test_readme_recipe_copied_to_files_trains_on_one_and_two_ranks(workspace, ca
 
 
 @pytest.mark.slow
-def test_readme_commands_exit_with_0(tmp_path, monkeypatch):
+def test_commands_of_the_commands_page_exit_with_0(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     # The four commands that fine-tune a model: test_hub_commands.py.
-    [text] = [code for _, code in blocks(ROOT / "README.md", "bash") if "magic_transformer" in code]
+    page = ROOT / "docs" / "commands.md"
+    [text] = [code for _, code in blocks(page, "bash") if "magic_transformer" in code]
     seen = set()
     for words in commands(text):
         seen.add(words[1])
@@ -94,24 +97,30 @@ def test_readme_commands_exit_with_0(tmp_path, monkeypatch):
     assert seen == {"train", "evaluate", "check", "config", "runs"}
 
 
-def test_readme_hardware_table_is_part_of_the_hardware_page():
-    table = (
-        (ROOT / "README.md")
-        .read_text()
-        .partition("<!-- hardware -->\n")[2]
-        .partition("<!-- /hardware -->")[0]
-    )
-    page = (ROOT / "docs" / "hardware.md").read_text().splitlines()
-    assert len(table.splitlines()) > 5
-    assert set(table.splitlines()) <= set(page)
-
-
-def test_readme_table_lists_every_recipe():
-    text = (ROOT / "README.md").read_text()
+def test_recipe_table_lists_every_recipe():
+    text = (ROOT / "docs" / "recipe_list.md").read_text()
     for folder in sorted((ROOT / "recipes").glob("*/configs")):
-        assert f"| [{folder.parent.name}](recipes/{folder.parent.name}) |" in text, (
-            folder.parent.name
-        )
+        name = folder.parent.name
+        assert f"| [{name}](../recipes/{name}) |" in text, name
+
+
+def test_page_for_users_of_other_trainers_says_what_the_config_does_with_their_names():
+    file = ROOT / "mvp_engine" / "config" / "other_trainers.yaml"
+    names = yaml.safe_load(file.read_text())
+    page = (ROOT / "docs" / "coming_from.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \| (accepted|answered) \|$", page, re.MULTILINE)
+    assert len(rows) > 100
+    for name, ours, what in rows:
+        if what == "accepted":
+            keys = names["same"][name]
+            keys = keys if isinstance(keys, list) else [keys]
+            assert ours == " or ".join(f"`{key}`" for key in keys), name
+        else:
+            assert ours == names["hints"][name], name
+
+
+def test_readme_fits_on_three_screens():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
 def test_readme_has_the_words_that_people_search_for():
@@ -133,8 +142,8 @@ def test_readme_has_the_words_that_people_search_for():
 @pytest.mark.usefixtures("own_registry")
 def test_docs_python_blocks_run():
     for page in PAGES:
-        if page in (ROOT / "README.md", ROOT / "docs" / "python.md"):
-            continue  # that of python.md trains: test_python_api.py
+        if page.name in ("recipe_list.md", "python.md"):
+            continue  # the first test of this file, and test_python_api.py
         for _, code in blocks(page, "python"):
             # No name of a file: pydantic would read the attribute docstrings of a config class from it.
             exec(compile(code, f"<{page.name}>", "exec"), {"__name__": "example"})

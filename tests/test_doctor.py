@@ -1,6 +1,7 @@
 """`mvp doctor`: each check finds what it is for, with a fix; a broken library does not end the others."""
 
 import importlib.metadata
+import resource
 import shutil
 import sys
 import tomllib
@@ -354,3 +355,67 @@ def test_kernels_on_a_gpu_agree_with_plain_torch():
     result = findings(doctor_checks.run_checks(names, Request()))
     assert {*names[:-1], "GPU 0"} <= {finding.name for finding in result}
     assert [finding for finding in result if finding.status == "problem"] == []
+
+
+def fake_sysfs(folder, nets, ports=()):
+    """/sys/class with interfaces {name: (state, Mb/s)} and ports (adapter, port, state, link, rate)."""
+    for name, (state, speed) in nets.items():
+        (folder / "net" / name).mkdir(parents=True)
+        (folder / "net" / name / "operstate").write_text(f"{state}\n")
+        (folder / "net" / name / "speed").write_text(f"{speed}\n")
+    for adapter, port, state, link, rate in ports:
+        place = folder / "infiniband" / adapter / "ports" / port
+        place.mkdir(parents=True)
+        for file, text in (("state", state), ("link_layer", link), ("rate", rate)):
+            (place / file).write_text(f"{text}\n")
+    return folder
+
+
+NETS = {"lo": ("unknown", -1), "eth0": ("up", 10000), "eth1": ("up", 100000), "eth2": ("down", 0)}
+PORT = ("mlx5_0", "1", "4: ACTIVE", "InfiniBand", "400 Gb/sec (4X NDR)")
+
+
+@pytest.mark.parametrize(
+    "ports, variables, nodes, name, status, words",
+    [
+        ([], {}, 1, "interfaces", "ok", "eth0 10 Gb/s, eth1 100 Gb/s"),
+        ([], {}, 2, "interfaces", "warning", "NCCL_SOCKET_IFNAME=eth1 GLOO_SOCKET_IFNAME=eth1"),
+        ([], {}, 2, "InfiniBand", "warning", "--device=/dev/infiniband"),
+        ([PORT], {}, 2, "interfaces", "ok", "eth0"),
+        ([PORT], {}, 2, "InfiniBand", "ok", "1 active port, InfiniBand 400 Gb/sec (4X NDR)"),
+        ([PORT], {"NCCL_IB_DISABLE": "1"}, 2, "InfiniBand", "warning", "unset NCCL_IB_DISABLE"),
+        ([PORT], {"NCCL_IB_HCA": "=mlx5_9:1"}, 1, "NCCL_IB_HCA", "problem", "name one of: mlx5_0"),
+        ([PORT], {"NCCL_IB_HCA": "mlx5"}, 1, "NCCL_IB_HCA", "ok", "adapters that NCCL uses"),
+        ([("m", "1", "1: DOWN", "InfiniBand", "")], {}, 1, "InfiniBand", "warning", "ibstat"),
+        ([(*PORT[:3], "Ethernet", "100 Gb/sec")], {}, 1, "InfiniBand", "ok", "NCCL_IB_GID_INDEX=3"),
+        ([], {"NCCL_SOCKET_IFNAME": "ib0"}, 1, "NCCL_SOCKET_IFNAME", "problem", "eth0, eth1, lo"),
+        ([], {"NCCL_SOCKET_IFNAME": "^docker"}, 2, "NCCL_SOCKET_IFNAME", "ok", "connects"),
+        ([], {"GLOO_SOCKET_IFNAME": "eth2"}, 1, "GLOO_SOCKET_IFNAME", "problem", "eth0, eth1, lo"),
+        ([], {"NCCL_P2P_DISABLE": "1"}, 1, "NCCL_P2P_DISABLE", "warning", "unset NCCL_P2P_DISABLE"),
+    ],
+)
+def test_network_findings_say_what_to_set(
+    ports, variables, nodes, name, status, words, tmp_path, monkeypatch
+):
+    for one in doctor.MEANINGS:
+        monkeypatch.delenv(one, raising=False)
+    for one, value in variables.items():
+        monkeypatch.setenv(one, value)
+    no_limit = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: no_limit)
+    findings = doctor.check_network(True, nodes, fake_sysfs(tmp_path, NETS, ports), tmp_path)
+    (found,) = [finding for finding in findings if finding.name == name]
+    assert found.status == status
+    assert words in f"{found.text} {found.fix}"
+    assert found.fix or found.status == "ok"
+
+
+def test_adapters_that_a_container_does_not_see_or_lock_memory_for_are_warnings(
+    tmp_path, monkeypatch
+):
+    root = fake_sysfs(tmp_path, NETS, [PORT])
+    for limit, verbs, fix in ((2**16, tmp_path, "ulimit -l"), (2**40, tmp_path / "no", "--device")):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        found = doctor.check_network(True, 1, root, verbs)[-1]
+        assert found.status == "warning"
+        assert fix in found.fix

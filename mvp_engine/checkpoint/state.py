@@ -427,6 +427,12 @@ def restore(
     return SavedState(shared, ranks)
 
 
+def read_state(folder: Path) -> SavedState:
+    """The state of a checkpoint that is no tensor."""
+    reader = Reader(folder)
+    return SavedState(from_bytes(reader.read("shared")), RankStates(reader, []))
+
+
 def read_shared(folder: Path) -> dict[str, Any]:
     """The `shared` state of a checkpoint, without its tensors."""
     shared: dict[str, Any] = from_bytes(Reader(folder).read("shared"))

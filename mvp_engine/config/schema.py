@@ -226,6 +226,7 @@ class Config(Section):
     engine: str | None
     workflow: str
     resume: str | None
+    resume_data: Literal["continue", "restart"]
     seed: int = Field(ge=0, lt=2**63)
     deterministic: bool
     device: Literal["auto", "cpu", "cuda"]

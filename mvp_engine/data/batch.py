@@ -22,6 +22,7 @@ from torch.utils.data import get_worker_info
 from mvp_engine.errors import UserError
 
 IGNORE = -100  # the label of what carries no loss
+WEIGHT = "weight"  # of `token_fields`: the weight of each label in the loss; without it, 1
 
 
 @dataclass(eq=False)
@@ -162,7 +163,7 @@ def cat_padded(parts: list[Tensor], shared: bool = False) -> Tensor:
     return torch.cat(padded, out=parts[0].new(storage).resize_(shape))
 
 
-__all__ = ["IGNORE", "Media", "PackedBatch", "Split", "tensor_versions"]
+__all__ = ["IGNORE", "WEIGHT", "Media", "PackedBatch", "Split", "tensor_versions"]
 
 # Of media; what names end with.
 HOST_FIELDS = ("grid_thw", "merge_sizes", "_counts", "feature_attention_mask")
@@ -271,8 +272,14 @@ class PackedBatch:
 
     @staticmethod
     def concat(batches: list[PackedBatch]) -> PackedBatch:
-        """One batch after the other. All must have the same fields."""
+        """One batch after the other. All must have the same fields; weights are 1 where a batch has none."""
         first = batches[0]
+        for batch in batches:
+            if WEIGHT in batch.token_fields:
+                for other in batches:
+                    ones = torch.ones(other.num_tokens, device=other.labels.device)
+                    other.token_fields.setdefault(WEIGHT, ones)
+                break
         fields: dict[str, dict[str, Tensor]] = {}
         for kind in ("token_fields", "sequence_fields", "media"):
             each = [getattr(batch, kind) for batch in batches]

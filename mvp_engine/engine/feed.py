@@ -76,12 +76,14 @@ class Feed:
         except TypeError:
             return None
 
-    def planned_steps(self, train: Train) -> int | None:
-        """Optimizer steps of the training, if they are known. All ranks must call it."""
+    def planned_steps(self, train: Train, start: int = 0) -> int | None:
+        """Optimizer steps, if they are known; the first epoch began at step `start`. All ranks must call it."""
         of_ranks = self.world.all_gather(self.steps_per_epoch)  # loaders may differ in length
         limits = [train.max_steps]
         if train.epochs is not None and None not in of_ranks:
-            limits.append(self._steps_in_epochs(train.epochs, max(of_ranks), train.max_steps))
+            limits.append(
+                start + self._steps_in_epochs(train.epochs, max(of_ranks), train.max_steps)
+            )
         return min((limit for limit in limits if limit is not None), default=None)
 
     def _steps_in_epochs(self, epochs: int, first: int, limit: int | None) -> int:
@@ -181,6 +183,10 @@ class Feed:
                 "was filtered out. Check what prepare_dataloader('train') returns."
             )
         self._begin(self.epoch + 1)
+
+    def restart(self) -> None:
+        """Start the first epoch."""
+        self._begin(0)
 
     def _begin(self, epoch: int, steps: int = 0) -> None:
         """Start an epoch, after its first `steps` steps."""

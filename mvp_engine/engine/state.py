@@ -21,6 +21,7 @@ from torch import Tensor
 from mvp_engine.checkpoint import CorruptCheckpoint, SavedState
 from mvp_engine.checkpoint.manager import find_checkpoint, recover
 from mvp_engine.checkpoint.remote import adopt_run, fetch_newest, manifests, newest_run
+from mvp_engine.checkpoint.state import read_state
 from mvp_engine.config.schema import Config
 from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
 from mvp_engine.errors import JOB_ID, UserError, count
@@ -240,7 +241,7 @@ def record_config(run: Run, text: str, step: int) -> None:
     if file.is_file() and (before := file.read_text()) != text:
         old = flat_keys(yaml.safe_load(before))
         new = flat_keys(yaml.safe_load(text))
-        keys = [key for key in {**old, **new} if key not in ("resume", "workflow")]
+        keys = [key for key in {**old, **new} if key not in ("resume", "workflow", "run_id")]
         changed = [
             f"{key}: {old.get(key)!r} -> {new.get(key)!r}"
             for key in keys
@@ -261,6 +262,7 @@ def collect_state(engine: Engine) -> dict[str, Tensor]:
         "evals_since_best": engine.evals_since_best,
         "evaluated_at": engine.evaluated_at,
         "feed": engine.feed.state_dict(),
+        "data_start": engine.data_start,
         "guard": engine.guard.state_dict(),
         "extra": engine.extra_state(),
     }
@@ -291,9 +293,8 @@ def restore_state(engine: Engine, checkpoint: Path) -> None:
     engine.evaluated_at = saved.shared["evaluated_at"]
     engine.saved_at = engine.step if _is_of_this_run(engine, checkpoint) else -1
     engine.guard.load_state_dict(saved.shared["guard"], engine.step)
-    engine.feed.load_state_dict(
-        saved.shared["feed"], len(saved.ranks), lambda rank: saved.ranks[rank]["feed"]
-    )
+    if not engine.restarts_data:
+        _load_feed(engine, saved)
     engine.epoch = engine.feed.epoch
     engine.load_extra_state(saved.shared["extra"])
     if len(saved.ranks) == engine.world.size and saved.shared["layout"] == _sizes(engine):
@@ -311,6 +312,44 @@ def restore_state(engine: Engine, checkpoint: Path) -> None:
     seed_everything(
         derived_seed(engine.config.seed, "rank", engine.layout.dropout_rank, "step", engine.step)
     )
+
+
+def _load_feed(engine: Engine, saved: SavedState) -> None:
+    feed = saved.shared["feed"]
+    engine.feed.load_state_dict(feed, len(saved.ranks), lambda rank: saved.ranks[rank]["feed"])
+
+
+def first_step_of_data(engine: Engine) -> int:
+    """The step at which the first epoch of the training data began: 0, or where a resume met changed data.
+
+    With `resume_data=restart` that is now, if the position of the checkpoint is not valid for the data: later resumes
+    of the same command continue them. All ranks call it.
+    """
+    if engine.checkpoint is None:
+        return 0
+    saved = None
+    with contextlib.suppress(CorruptCheckpoint, OSError, KeyError):  # reported when it is loaded
+        saved = read_state(engine.checkpoint)
+    if saved is None or "step" not in saved.shared:
+        return 0
+    reason = None
+    if engine.config.resume_data == "restart":
+        try:
+            _load_feed(engine, saved)
+        except UserError as error:
+            reason = str(error)
+        engine.feed.restart()
+    if not engine.world.any(reason is not None)[0]:
+        return int(saved.shared.get("data_start", 0))
+    engine.restarts_data = True
+    step = int(saved.shared["step"])
+    LOGGER.warning(
+        "resume_data=restart: the first epoch of changed data begins at step %d. %s", step, reason
+    )
+    if engine.world.is_main:
+        restarts = engine.run.info.get("data_restarts", [])
+        engine.run.note(data_restarts=[*restarts, {"step": step, "why": reason}])
+    return step
 
 
 def _restore_newest_intact(engine: Engine, checkpoint: Path) -> tuple[SavedState, Path]:

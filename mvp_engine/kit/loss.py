@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.data.batch import IGNORE, WEIGHT, PackedBatch
 from mvp_engine.engine.hooks import StepContext
 from mvp_engine.kit.settings import TokenLoss
 
@@ -60,7 +60,7 @@ class TokenNormedLossKit:
 
     def is_fused(self, model: nn.Module, batch: PackedBatch) -> bool:
         """Whether the model's own sum is this loss: its head computes loss and gradient in one pass over the logits."""
-        is_plain = self.settings == TokenLoss() and "weight" not in batch.token_fields
+        is_plain = self.settings == TokenLoss() and WEIGHT not in batch.token_fields
         return is_plain and "loss" in getattr(model, "provides", ())
 
     def log_nll(self, ctx: StepContext, outputs: Mapping[str, Tensor], weight_T: Tensor) -> None:
@@ -82,7 +82,7 @@ class TokenNormedLossKit:
     def weights(self, batch: PackedBatch) -> Tensor:
         """The weight of each token: 1 if it has a label, times `token_fields["weight"]` where the batch has it."""
         weight_T = (batch.labels != IGNORE).float()
-        own: Any = batch.token_fields.get("weight")
+        own: Any = batch.token_fields.get(WEIGHT)
         return weight_T if own is None else weight_T * own
 
 

@@ -32,6 +32,7 @@ from mvp_engine.hf.lora.lora_layers import add_adapters
 from mvp_engine.hf.lora.lora_settings import Lora
 from mvp_engine.hf.model.config_source import read_config, with_vocabulary
 from mvp_engine.hf.model.model_parts import parts_of, table, trained_parts
+from mvp_engine.hf.weights.hub import base_of_adapter, local_folder
 from mvp_engine.hf.weights.load import NewRows
 from mvp_engine.kit.data.measured_sources import repeated
 from mvp_engine.kit.generation import check_writes
@@ -99,10 +100,24 @@ class MLLMModelKit:
     def adapt(self, model: nn.Module) -> nn.Module:
         """If `lora` is set, freezes a model and adds adapters. Any module with linear layers can have them.
 
+        A model whose path is an adapter gets that one: with its rank, alpha and layers, whatever `lora` says of them.
+
         Parameters whose names match a pattern in the attribute `fresh` of the model, such as a new head, train in full.
         """
-        if self.lora is not None:
-            add_adapters(model, self.lora)
+        folder: Any = getattr(model, "adapter_folder", None)
+        settings = self.lora
+        if folder is not None:
+            if settings is None:
+                raise UserError(
+                    f"{folder} is a LoRA adapter, and this model has none: train on with LoRA (the section lora), or "
+                    "merge the adapter first (mvp export RUN OUT, or peft's merge_and_unload)"
+                )
+            from mvp_engine.hf.lora.lora_import import settings_of
+
+            subject: Any = model
+            settings = settings_of(subject, settings)
+        if settings is not None:
+            add_adapters(model, settings)
         return model
 
     @staticmethod
@@ -138,6 +153,21 @@ def check_new_rows(engine: Any) -> None:
         LOGGER.warning(
             "data.new_tokens: model.freeze freezes the embedding, so their rows stay what they start as"
         )
+
+
+def with_saved_lora(config: Any) -> Any:
+    """The config with the rank and alpha of the adapter that `model.path` names, if it names one, for its records."""
+    if config.lora is None or config.model.path is None:
+        return config
+    folder = local_folder(config.model.path)
+    if base_of_adapter(folder) is None:
+        return config
+    from mvp_engine.hf.lora.lora_import import read_adapter
+
+    saved = read_adapter(folder)
+    values = {"rank": saved.config["r"], "alpha": saved.alpha}
+    LOGGER.info("training on from the adapter %s, with its layers, %s", folder, values)
+    return config.model_copy(update={"lora": config.lora.model_copy(update=values)})
 
 
 # Work on kernels before the first step: start Inductor's compile processes, import attention kernels, and compile the

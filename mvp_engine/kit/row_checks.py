@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mvp_engine.data.batch import IGNORE, PackedBatch
+from mvp_engine.data.batch import IGNORE, WEIGHT, PackedBatch
 from mvp_engine.data.loader import KnowsSamples, implements
 from mvp_engine.engine import Engine, StepContext
 from mvp_engine.errors import RowError, UserError
@@ -64,6 +64,15 @@ def refuse_preference_rows(batch: PackedBatch) -> None:
         raise UserError(
             "data.fields has label: this loss would train on the answers of all rows, whatever their label. "
             "Remove it, or train with engine: preference and preference.loss=kto"
+        )
+
+
+def refuse_weights(batch: PackedBatch) -> None:
+    """Raise for rows with weights, in a loss that does not read them."""
+    if WEIGHT in batch.token_fields:
+        raise UserError(
+            "rows have weights (the column weight, or a number as the loss of a message), and this loss does not read "
+            "them: drop the column by `columns: {weight: null}` of the source, or remove them"
         )
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from mvp_engine import plugins
@@ -22,9 +21,10 @@ from mvp_engine.checkpoint.format import META
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.errors import UserError, similar_path
+from mvp_engine.hf.lora.lora_import import read_adapter
 from mvp_engine.hf.model.adapter import cast_frozen_weights
 from mvp_engine.hf.model.config_source import read_config
-from mvp_engine.hf.weights.hub import ADAPTER_CONFIG, hub_model, local_folder
+from mvp_engine.hf.weights.hub import ADAPTER_CONFIG, base_of_adapter, local_folder
 from mvp_engine.hf.weights.merge import merge
 from mvp_engine.kit.data.encode.processor import GENERATION_CONFIG, load_processor
 from mvp_engine.kit.data.encode.row_encoder import RopePositions, RowEncoder
@@ -187,8 +187,8 @@ def model_folders(target: str, root: Path) -> Iterator[tuple[Path, Path | None]]
     into a temporary folder.
     """
     path = local_folder(target, weights=True)
-    if (path / ADAPTER_CONFIG).is_file():
-        yield _base_of_adapter(path), path
+    if (base := base_of_adapter(path, weights=True)) is not None:
+        yield base, path
     elif (path / "config.json").is_file():
         yield path, None
     else:
@@ -216,22 +216,6 @@ def model_folders(target: str, root: Path) -> Iterator[tuple[Path, Path | None]]
             yield folder, None
 
 
-def _base_of_adapter(folder: Path) -> Path:
-    """Returns the folder of the model that an adapter was trained on, which may be a model of the Hub."""
-    file = folder / ADAPTER_CONFIG
-    config = json.loads(file.read_text())
-    base = config.get("base_model_name_or_path")
-    if base and hub_model(base) and config.get("revision"):
-        base = f"{base}@{config['revision']}"
-    model = local_folder(base, weights=True) if base else None
-    if model is None or not (model / "config.json").is_file():
-        raise UserError(
-            f"{file}: base_model_name_or_path={base} is not a model's folder, nor a model of the Hub; "
-            "write its path there"
-        )
-    return model
-
-
 def _step_of_export(folder: Path) -> int:
     """The step in the name of an export, such as `hf_step_100` or `hf_step_100_ema`."""
     digits = folder.name.removeprefix("hf_step_").partition("_")[0]
@@ -250,16 +234,6 @@ def output_of(options: Mapping[str, Any]) -> Any:
 
 Message = Mapping[str, Any]
 _TOKEN_ROWS = ".token_adapter.trainable_tokens_delta"
-_ADAPTER_PREFIX = "base_model.model."  # in peft's names, before the name in the base model
-# Options of peft that change what an adapter computes, each with the only value that `merge_adapter` supports.
-_SUPPORTED_OPTIONS = {
-    "peft_type": "LORA",
-    "use_dora": False,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "target_parameters": None,
-    "fan_in_fan_out": False,
-}
 
 
 class ChatModel:
@@ -400,15 +374,14 @@ def _folder_with_processor(folder: Path, adapter: Path | None) -> Path:
 
 def merge_adapter(model: Any, folder: Path) -> None:
     """Add a LoRA adapter in peft's format to the weights of a model, in place."""
-    config = json.loads((folder / ADAPTER_CONFIG).read_text())
-    for option, supported in _SUPPORTED_OPTIONS.items():
-        if config.get(option, supported) not in (supported, None, {}, []):
-            raise UserError(
-                f"{folder / ADAPTER_CONFIG}: {option}={config[option]} is not supported; "
-                "merge the adapter with peft, and give the merged folder"
-            )
-    scale = config["lora_alpha"] / (config["r"] ** (0.5 if config.get("use_rslora") else 1.0))
-    tensors = _adapter_tensors(folder)
+    saved = read_adapter(folder)
+    if saved.config.get("target_parameters"):
+        raise UserError(
+            f"{folder / ADAPTER_CONFIG}: target_parameters (adapters of stacked experts) is not supported; merge the "
+            "adapter with peft, and give the merged folder"
+        )
+    config, tensors = saved.config, saved.tensors
+    scale = saved.alpha / config["r"]
     for name, tensor in tensors.items():
         layer, is_lora_a, _ = name.partition(".lora_A.")
         if is_lora_a:
@@ -427,13 +400,6 @@ def merge_adapter(model: Any, folder: Path) -> None:
             weight[ids] = tensor.to(weight)
         elif ".lora_" not in name:  # trained in full
             _weight(model, name, folder).copy_(tensor)
-
-
-def _adapter_tensors(folder: Path) -> dict[str, Tensor]:
-    file = folder / "adapter_model.safetensors"
-    if not file.is_file():
-        raise UserError(f"{folder} has no adapter_model.safetensors")
-    return {name.removeprefix(_ADAPTER_PREFIX): tensor for name, tensor in load_file(file).items()}
 
 
 def _weight(model: Any, name: str, folder: Path) -> Tensor:

@@ -148,6 +148,8 @@ def _findings(request: Request, nodes: Nodes, nproc: int | None) -> Iterator[Fin
             yield item
         elif item in HEADINGS:
             yield HEADINGS[item]
+    yield "Network"
+    yield from check_network(gpus > 0, nodes.count)
     yield "Ranks"
     ranks_here = nproc or gpus or (2 if nodes.count == 1 else nodes.nproc)
     yield check_all_reduce(dataclasses.replace(nodes, nproc=ranks_here), on_gpus=gpus > 0)
@@ -266,6 +268,177 @@ def _check_shared_memory(folder: Path = SHARED_MEMORY) -> Finding:
         text += f"; loader workers with images or video need {SHARED_MEMORY_GIB:g} GiB or more"
         return problem("/dev/shm", text, fix, **facts)
     return ok("/dev/shm", text, **facts)
+
+
+# ---- The network: interfaces, InfiniBand, and the variables by which NCCL and gloo choose among them ----
+
+SYSFS = Path("/sys/class")
+VERBS = Path("/dev/infiniband")
+# What the variables mean that people set, for those that are set here.
+MEANINGS = {
+    "NCCL_SOCKET_IFNAME": "the interfaces over which NCCL connects, and sends without InfiniBand",
+    "NCCL_IB_HCA": "the InfiniBand adapters that NCCL uses",
+    "NCCL_IB_DISABLE": "1: NCCL sends over sockets, not over InfiniBand",
+    "NCCL_IB_GID_INDEX": "the address of an adapter on Ethernet (RoCE); 3 is usual for RoCE v2",
+    "NCCL_IB_TC": "the traffic class, where switches give RoCE one of its own",
+    "NCCL_IB_TIMEOUT": "how long an adapter waits for an answer; 22 is usual in large networks",
+    "NCCL_NET_GDR_LEVEL": "how far GPU and adapter may be apart to exchange data without the CPU",
+    "NCCL_P2P_DISABLE": "1: GPUs of a machine do not read each other's memory",
+    "NCCL_SHM_DISABLE": "1: GPUs of a machine do not exchange data through shared memory",
+    "NCCL_CROSS_NIC": "whether rings may use other adapters on other nodes",
+    "NCCL_DEBUG": "what NCCL prints; INFO: also the network that it chose",
+    "GLOO_SOCKET_IFNAME": "the interface of gloo, over which ranks agree on the host",
+}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A port of an InfiniBand or RoCE adapter."""
+
+    name: str
+    port: str
+    is_active: bool
+    link: str  # InfiniBand or Ethernet
+    rate: str  # such as "400 Gb/sec (4X NDR)"
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:  # of an interface that is down
+        return ""
+
+
+def interfaces(root: Path = SYSFS) -> dict[str, float]:
+    """The interfaces that are up, with their speed in Gb/s, or 0 where it is not known; without the loopback."""
+    found = {}
+    for folder in sorted((root / "net").glob("*")):
+        if folder.name != "lo" and _read(folder / "operstate") in ("up", "unknown"):
+            speed = _read(folder / "speed")
+            found[folder.name] = (
+                max(0, int(speed or 0)) / 1000 if speed.lstrip("-").isdigit() else 0
+            )
+    return found
+
+
+def adapters(root: Path = SYSFS) -> list[Adapter]:
+    ports = sorted((root / "infiniband").glob("*/ports/*"))
+    return [
+        Adapter(
+            port.parent.parent.name,
+            port.name,
+            "ACTIVE" in _read(port / "state"),
+            _read(port / "link_layer") or "InfiniBand",
+            _read(port / "rate"),
+        )
+        for port in ports
+    ]
+
+
+def check_network(
+    on_gpus: bool, nodes: int = 1, root: Path = SYSFS, verbs: Path = VERBS
+) -> list[Finding]:
+    """What ranks of several nodes will use, and which variables to set. Variables that name nothing are problems."""
+    up, ports = interfaces(root), adapters(root)
+    active = [port for port in ports if port.is_active]
+    given = {name: os.environ[name] for name in MEANINGS if os.environ.get(name)}
+    devices = {port.name for port in ports}
+    findings = []
+    for name, known, what in (
+        ("NCCL_SOCKET_IFNAME", {*up, "lo"}, "interface that is up"),
+        ("GLOO_SOCKET_IFNAME", {*up, "lo"}, "interface that is up"),
+        ("NCCL_IB_HCA", devices, "InfiniBand adapter"),
+    ):
+        if name in given and not _names_some(given[name], known):
+            listed = ", ".join(sorted(known)) or "none"
+            fix = f"unset {name}, or name one of: {listed}"
+            findings.append(problem(name, f"{given[name]} names no {what} of this machine", fix))
+    findings.append(_interfaces_finding(up, given, nodes, bool(active)))
+    if ports:
+        findings += _adapter_findings(ports, given, on_gpus, verbs)
+    elif on_gpus and nodes > 1:
+        text = "none: NCCL sends over sockets between nodes, which is several times slower"
+        fix = "in a container: --device=/dev/infiniband --cap-add=IPC_LOCK --ulimit memlock=-1; else nothing to set"
+        findings.append(warning("InfiniBand", text, fix))
+    for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"):
+        if given.get(name, "0") != "0":
+            fix = f"unset {name}, unless the all-reduce below hangs without it"
+            findings.append(warning(name, f"{MEANINGS[name]}: slower", fix))
+    said = {finding.name for finding in findings}
+    findings += [
+        ok(name, f"{value}: {MEANINGS[name]}") for name, value in given.items() if name not in said
+    ]
+    return findings
+
+
+def _names_some(value: str, known: set[str]) -> bool:
+    """Whether a variable of NCCL or gloo matches a name: a list of prefixes, `=` before exact names, `^` excludes."""
+    if value.startswith("^"):
+        return True
+    is_exact = value.startswith("=")
+    wanted = [one.partition(":")[0] for one in value.removeprefix("=").split(",")]
+    return any(
+        name == one or (not is_exact and name.startswith(one)) for one in wanted for name in known
+    )
+
+
+def _interfaces_finding(
+    up: dict[str, float], given: dict[str, str], nodes: int, has_adapters: bool
+) -> Finding:
+    shown = [f"{name}{f' {speed:g} Gb/s' if speed else ''}" for name, speed in up.items()]
+    text = ", ".join(shown) or "none is up"
+    facts = {"interfaces": up}
+    if not up and nodes > 1:
+        return problem("interfaces", text, "connect the machine, or start on one node", **facts)
+    fastest = max(up, key=lambda name: up[name], default="")
+    first = min((name for name in up if not name.startswith(("docker", "veth", "br-"))), default="")
+    is_slower = first and up[first] < up[fastest]
+    if nodes > 1 and is_slower and not has_adapters and "NCCL_SOCKET_IFNAME" not in given:
+        fix = f"NCCL_SOCKET_IFNAME={fastest} GLOO_SOCKET_IFNAME={fastest}, on all nodes"
+        return warning("interfaces", f"{text}: NCCL may take {first}", fix, **facts)
+    return ok("interfaces", text, **facts)
+
+
+def _adapter_findings(
+    ports: list[Adapter], given: dict[str, str], on_gpus: bool, verbs: Path
+) -> Iterator[Finding]:
+    active = [port for port in ports if port.is_active]
+    facts = {"adapters": [dataclasses.asdict(port) for port in ports]}
+    if not active:
+        names = ", ".join(port.name for port in ports)
+        fix = "ibstat shows why: the cable, or the subnet manager; without this network: NCCL_IB_DISABLE=1"
+        yield warning(
+            "InfiniBand", f"no port is active ({names}): NCCL sends over sockets", fix, **facts
+        )
+        return
+    rates = {(port.link, port.rate) for port in active}
+    shown = ", ".join(f"{link} {rate}" for link, rate in sorted(rates))
+    text = f"{count(len(active), 'active port')}, {shown}"
+    if given.get("NCCL_IB_DISABLE", "0") != "0":
+        fix = "unset NCCL_IB_DISABLE, unless ranks of other nodes do not connect without it"
+        yield warning(
+            "InfiniBand", f"{text}, and NCCL_IB_DISABLE={given['NCCL_IB_DISABLE']}", fix, **facts
+        )
+        return
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if not verbs.is_dir():
+        fix = "in a container: docker run --device=/dev/infiniband --cap-add=IPC_LOCK, or a device plugin on Kubernetes"
+        yield warning(
+            "InfiniBand", f"{text}, but {verbs} is missing: NCCL cannot use them", fix, **facts
+        )
+    elif locked != resource.RLIM_INFINITY and locked < GIB:
+        fix = "ulimit -l unlimited; in a container: --ulimit memlock=-1"
+        yield warning(
+            "InfiniBand", f"{text}, but only {locked / 2**20:.0f} MiB may be locked", fix, **facts
+        )
+    else:
+        if len(rates) > 1:
+            text += "; name those of the fast network in NCCL_IB_HCA"
+        if "Ethernet" in {port.link for port in active} and "NCCL_IB_GID_INDEX" not in given:
+            text += "; RoCE: if ranks of other nodes do not connect, NCCL_IB_GID_INDEX=3"
+        if on_gpus and not Path("/sys/module/nvidia_peermem").is_dir():
+            text += "; nvidia_peermem is not loaded, so GPUDirect needs the open driver (dma-buf)"
+        yield ok("InfiniBand", text, **facts)
 
 
 def _check_open_files() -> Finding:

@@ -17,6 +17,7 @@ import numpy as np
 
 from mvp_engine import plugins
 from mvp_engine.errors import UserError
+from mvp_engine.kit.data.encode.tokenization import has_weights
 from mvp_engine.kit.data.read.media_source import open_media
 from mvp_engine.kit.data.read.row_files import COSTS
 from mvp_engine.kit.data.read.row_types import (
@@ -199,11 +200,13 @@ def _sequence(row_encoder: RowEncoder, sequence: EncodedSequence, side: int) -> 
     facts = {
         "side": side,
         "tokens": len(sequence.ids),
-        "learnt": sum(sequence.loss[1:]),  # no token predicts the first one
+        "learnt": sum(map(bool, sequence.loss[1:])),  # no token predicts the first one
         "media": media,
         "text": _segments(row_encoder, sequence),
         **_default_facts(),
     }
+    if has_weights(sequence.loss):
+        facts["weights"] = sorted({float(one) for one in sequence.loss if one})
     if row_encoder.row_part is not None:
         facts |= row_encoder.row_part.facts(sequence)
     return facts | sequence.facts()
@@ -365,7 +368,7 @@ def _plain_sequence(row: Row, side: int) -> Facts:
         add_text(row.text, True)
     for message in row.rejected if side < 0 else row.messages:
         add_text(f"{message.role}: ", False)
-        has_loss = message.role == "assistant" if message.loss is None else message.loss
+        has_loss = message.role == "assistant" if message.loss is None else bool(message.loss)
         for part in message.parts:
             if part.kind in MEDIA:
                 add_media(part.kind)

@@ -30,6 +30,7 @@ from mvp_engine.errors import UserError, count
 from mvp_engine.files import atomic_path, atomic_write_text
 from mvp_engine.kit.data.cpus import available_cpus
 from mvp_engine.kit.data.encode.row_encoder import ENCODER_VERSION, EncodedSequence, RowEncoder
+from mvp_engine.kit.data.encode.tokenization import has_weights
 from mvp_engine.kit.data.kit import MLLMDataKit
 from mvp_engine.kit.data.measured_sources import CUTS, MeasuredSources, encoder_hashes
 from mvp_engine.kit.data.pack.costs import (
@@ -144,7 +145,7 @@ class RowWriter(Measure):
         """
         most = self.row_encoder.max_tokens
         ids: list[int] = []
-        loss: list[bool] = []
+        loss: list[bool | float] = []
         where = ""
 
         def piece(end: int) -> _Prepared:
@@ -160,7 +161,7 @@ class RowWriter(Measure):
                 continue
             where = where if ids else row.where
             ids = ids + row.sides[0].ids
-            loss = loss + row.sides[0].loss
+            loss = [*loss, *row.sides[0].loss]
             while len(ids) > most:
                 yield piece(most)
                 ids, loss, where = ids[most - 1 :], [False, *loss[most:]], row.where
@@ -421,6 +422,11 @@ def _values(row: _Prepared) -> dict[str, Any]:
         cost = error.reason, error.detail
     if len(cost) == 2:
         sides, cost, bad = (), (0, 0, 0), json.dumps(cost)
+    if any(has_weights(side.loss) for side in sides):
+        raise UserError(
+            f"{row.where}: the row has a weight in the loss, which prepared rows do not keep. Train on the rows "
+            "themselves (data.sources), or drop the column by `columns: {weight: null}` of the source"
+        )
     loss = np.array(list(chain.from_iterable(side.loss for side in sides)), bool)
     changes = np.flatnonzero(np.diff(loss, prepend=False))
     numbers = dict(sides[0].fields) if sides else {}

@@ -12,6 +12,7 @@ from mvp_engine.data.batch import IGNORE, PackedBatch
 from mvp_engine.engine import StepContext
 from mvp_engine.kit import MFUKit, MLLMEngine, MLLMModelKit
 from mvp_engine.kit.preference import Head, Teacher, frozen_engine, frozen_model, linear_kl
+from mvp_engine.kit.row_checks import refuse_weights
 
 from .settings import StudentConfig
 
@@ -69,6 +70,7 @@ class StudentEngine(MLLMEngine):
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """The divergence summed over tokens with a label, plus `distil.nll` times their NLL; and their number."""
+        refuse_weights(micro_batch)
         nll_weight = self.config.distil.nll
         ctx.count("tokens", micro_batch.num_tokens)
         # In evaluations the NLL costs little, and compares with trainings without a teacher.

@@ -15,6 +15,7 @@ LAST_LINE = re.compile(r"#### -?[\d.,/]+\s*\Z")
 class MathEngine(RLEngine):
     config_class = MathConfig
     config: MathConfig
+    reward_columns = ("answer",)
 
     def reward(self, row: dict[str, Any], answer: Answer) -> dict[str, float]:
         """1 for the right number, wherever it stands; a little for a last line as the instruction asks for it."""

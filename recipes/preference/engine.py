@@ -14,6 +14,7 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.engine import StepContext
 from mvp_engine.kit import Answer, MLLMEngine, MLLMModelKit
 from mvp_engine.kit import preference as kit
+from mvp_engine.kit.row_checks import refuse_weights
 
 from .settings import PairsConfig
 
@@ -74,6 +75,7 @@ class PairsEngine(MLLMEngine):
 
     def forward_step(self, ctx: StepContext, micro_batch: PackedBatch) -> tuple[Tensor, Tensor]:
         """The loss summed over pairs (of KTO: over rows), and their number: the engine divides once per step."""
+        refuse_weights(micro_batch)
         settings = self.config.preference
         kl, nll_scale = (self.kl, self.nll_scale) if ctx.split == "train" else (0.0, 0.0)
         # The reference first: its activations are gone before those of the policy are kept.

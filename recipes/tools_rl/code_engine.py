@@ -12,6 +12,7 @@ from .code_engine_settings import CodeConfig
 class CodeEngine(RLEngine):
     config_class = CodeConfig
     config: CodeConfig
+    reward_columns = ("answer",)
 
     def python(self, code: str) -> str:
         """Run a Python program. Returns what it prints.

@@ -15,6 +15,7 @@ from .settings import SearchConfig
 class SearchEngine(RLEngine):
     config_class = SearchConfig
     config: SearchConfig
+    reward_columns = ("answer",)
 
     def search(self, query: str) -> str:
         """Search the documents. Returns the best ones.

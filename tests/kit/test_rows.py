@@ -317,7 +317,7 @@ MISTAKES = {
         chat("x", tools=[b"x"]),
         chat("x", tools=[{"x": b"x"}]),
         {"messages": [{**QUESTION, "loss": "yes"}, ANSWER]},
-        {"messages": [{**QUESTION, "weight": 0.5}, ANSWER]},
+        {"messages": [{**QUESTION, "weight": [1]}, ANSWER]},
         {"messages": [QUESTION, {"role": "assistant", "tool_calls": "call"}]},
         calls({"function": {}}),
         {"text": 3},

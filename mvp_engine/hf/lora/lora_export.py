@@ -57,27 +57,40 @@ def _peft_names(model: nn.Module) -> tuple[nn.Module, dict[str, str]]:
 
 def adapter_tensors(model: nn.Module, fetch: Fetch) -> Iterator[tuple[str, Tensor]]:
     """Yields (peft's name, tensor) of adapters and of modules that were trained in full."""
-    _, hf_names = _peft_names(model)
-    expert_modules = _expert_modules(model, hf_names)
+    keys = peft_keys(model)
     tokens = {f"{name}.lora_tokens.weight": (name, one) for name, one in token_adapters(model)}
+    stacked = {name for name in keys if name.endswith((".lora_A", ".lora_B"))}
     merged = merge_adapters(model, fetch)
-    for name, param in model.named_parameters():
-        if name in expert_modules:
-            continue
+    for name, key in keys.items():
         if name in tokens:
             embedding, adapter = tokens[name]
-            key = f"{_layer_name(embedding, hf_names)}.token_adapter.trainable_tokens_delta"
-            yield PREFIX + key, merged(f"{embedding}.weight")[list(adapter.ids)]
+            yield key, merged(f"{embedding}.weight")[list(adapter.ids)]
+        elif name not in stacked:
+            yield key, fetch(name)
+        elif name.endswith(".lora_A"):  # with its lora_B
+            other = f"{name.removesuffix('A')}B"
+            matrices = peft_matrices(fetch(name), fetch(other))
+            yield from zip((key, keys[other]), matrices, strict=True)
+
+
+def peft_keys(model: nn.Module) -> dict[str, str]:
+    """The name in a peft folder of each parameter that is stored there."""
+    _, hf_names = _peft_names(model)
+    tokens = {f"{name}.lora_tokens.weight": name for name, _ in token_adapters(model)}
+    experts = _expert_modules(model, hf_names)
+    keys: dict[str, str] = {}
+    for name, param in model.named_parameters():
+        if name in experts:
+            keys[name] = f"{experts[name]}.lora_{name[-1]}.weight"
+        elif name in tokens:
+            layer = _layer_name(tokens[name], hf_names)
+            keys[name] = f"{layer}.token_adapter.trainable_tokens_delta"
         elif ".lora_" in name:
             layer, _, rest = name.partition(".lora_")
-            yield f"{PREFIX}{_layer_name(layer, hf_names)}.lora_{rest}", fetch(name)
+            keys[name] = f"{_layer_name(layer, hf_names)}.lora_{rest}"
         elif param.requires_grad:
-            yield f"{PREFIX}{hf_names[name]}", fetch(name)
-    for name, module in expert_modules.items():
-        if name.endswith(".lora_A"):  # with its lora_B
-            matrices = peft_matrices(fetch(name), fetch(f"{name.removesuffix('A')}B"))
-            for letter, matrix in zip("AB", matrices, strict=True):
-                yield f"{PREFIX}{module}.lora_{letter}.weight", matrix
+            keys[name] = hf_names[name]
+    return {name: PREFIX + key for name, key in keys.items()}
 
 
 def _expert_modules(model: nn.Module, hf_names: dict[str, str]) -> dict[str, str]:

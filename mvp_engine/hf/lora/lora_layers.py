@@ -127,6 +127,12 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
     The switch is a number in a tensor, which a compiled forward reads: a flag in Python would compile it again.
     """
+    folder: Any = getattr(model, "adapter_folder", None)
+    if folder is not None:
+        raise UserError(
+            f"training starts from the adapter {folder}, so the model without it is no reference. Merge it first (mvp "
+            "export RUN OUT), or leave the reference out (rl.kl_coef=0)"
+        )
     adapted = (*adapted_layers(model), *adapted_experts(model), *token_adapters(model))
     layers = [layer for _, layer in adapted]
     if not layers:

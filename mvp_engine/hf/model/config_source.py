@@ -25,7 +25,7 @@ from torch import nn
 from mvp_engine import plugins
 from mvp_engine.errors import UserError, did_you_mean, similar_path
 from mvp_engine.hf.model.attention import config_tree
-from mvp_engine.hf.weights.hub import ADAPTER_CONFIG, local_folder
+from mvp_engine.hf.weights.hub import model_folder
 
 LOGGER = logging.getLogger("mvp_engine")
 # Keys of multimodal rotary positions: transformers reads them, and warns of them in each config that declares none.
@@ -94,7 +94,7 @@ def _default_config(model_type: str) -> Any:
 def _config_of_folder(path: str | Path) -> Any:
     from transformers import AutoConfig
 
-    folder = local_folder(path)
+    folder = model_folder(path)
     if not (folder / "config.json").is_file():
         raise UserError(f"model.path={path} {_no_config(folder)}")
     try:
@@ -141,8 +141,6 @@ def warn_of_custom_code(file: Path) -> None:
 
 
 def _no_config(folder: Path) -> str:
-    if (folder / ADAPTER_CONFIG).is_file():
-        return "is a LoRA adapter: give the model that it adapts"
     if folder.is_dir():
         return "has no config.json; it must be a Hugging Face folder, or a model of the Hub"
     return (

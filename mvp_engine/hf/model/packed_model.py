@@ -37,7 +37,7 @@ from mvp_engine.hf.model.auto_model import (
 from mvp_engine.hf.model.config_source import num_heads, packed_length_limit, read_config
 from mvp_engine.hf.model.flop_costs import FlopCosts, Work, flop_costs
 from mvp_engine.hf.weights.export import FolderView, Target, WholeFolder, check_folder
-from mvp_engine.hf.weights.hub import local_folder
+from mvp_engine.hf.weights.hub import base_of_adapter, local_folder
 
 if TYPE_CHECKING:
     from mvp_engine.config.schema import Part
@@ -77,6 +77,7 @@ class PackedModel(nn.Module):
         # `load_pretrained`.
         self.source: Path | None = None  # the Hugging Face folder that the weights are loaded from
         self.side_files: Path | None = None  # the folder of its tokenizer, if not `source`
+        self.adapter_folder: Path | None = None  # the LoRA adapter of `model.path`, if it names one
         self.export_dtype = torch.float32  # of exported weights: the dtype of the source folder
         self.from_folder: frozenset[str] = frozenset()  # names of tensors loaded from `source`
         self.not_in_folder: list[str] = []  # of those that have values from the seed
@@ -138,6 +139,8 @@ class PackedModel(nn.Module):
         The model engine materializes the weights.
         """
         folder = local_folder(path) if path else None
+        adapter = folder
+        folder = folder and (base_of_adapter(folder) or folder)
         config = read_config(folder, overrides or {})
         folder_dtype = config.dtype
         for part in attention.config_tree(config):
@@ -145,6 +148,7 @@ class PackedModel(nn.Module):
         with torch.device("meta"):
             model = cls.from_config(config)
         model.use_folder(folder)
+        model.adapter_folder = None if adapter == folder else adapter
         model.export_dtype = folder_dtype or torch.float32
         model.check_source()
         return model

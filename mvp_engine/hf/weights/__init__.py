@@ -6,8 +6,8 @@ from __future__ import annotations
 DOOR = {
     "export": "ExportPlan FolderView Target WholeFolder check_folder drop_local_settings export",
     "hub": (
-        "ADAPTER_CONFIG HubRepo SCHEME dataset_files folder_files hub_dataset hub_errors "
-        "hub_model local_folder pin_config repo_of"
+        "ADAPTER_CONFIG HubRepo SCHEME base_of_adapter dataset_files folder_files hub_dataset "
+        "fetch_weights hub_errors hub_model local_folder model_folder pin_config repo_of"
     ),
     "load": "Entries FolderParameter NewRows SINGLE WeightFiles fingerprint folder_groups load",
     "merge": "check_base check_new_tokens merge read_model_info write_model_info",

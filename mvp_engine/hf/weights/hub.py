@@ -119,6 +119,30 @@ def local_folder(path: str | Path, *, weights: bool = False) -> Path:
     return fetch_weights(folder) if weights else folder
 
 
+def base_of_adapter(folder: Path, *, weights: bool = False) -> Path | None:
+    """The local folder of the model that the LoRA adapter in `folder` was trained on; None for other folders."""
+    file = folder / ADAPTER_CONFIG
+    if not file.is_file() or (folder / "config.json").is_file():
+        return None
+    config = json.loads(file.read_text())
+    base = config.get("base_model_name_or_path")
+    if base and hub_model(base) and config.get("revision"):
+        base = f"{base}@{config['revision']}"
+    model = local_folder(base, weights=weights) if base else None
+    if model is None or not (model / "config.json").is_file():
+        raise UserError(
+            f"{file}: base_model_name_or_path={base} is not a model's folder, nor a model of the Hub; "
+            "write its path there"
+        )
+    return model
+
+
+def model_folder(path: str | Path, *, weights: bool = False) -> Path:
+    """Like `local_folder`, with the base model's folder in place of a LoRA adapter's."""
+    folder = local_folder(path, weights=weights)
+    return base_of_adapter(folder, weights=weights) or folder
+
+
 def fetch_weights(folder: Path) -> Path:
     """Download the weights of a folder that `local_folder` returned, if it is a repository's; returns `folder`."""
     repo = repo_of(folder)
@@ -542,7 +566,7 @@ def pin_config(config: AnyConfig, world: World, run: Run) -> AnyConfig:
             if _is_stored(text):
                 _fetch_stored(key, text)
             elif key in MODEL_KEYS:
-                local_folder(pins[text], weights=key == "model.path")
+                model_folder(pins[text], weights=key == "model.path")
             else:
                 dataset_files(pins[text], split)
 

@@ -51,12 +51,17 @@ def load_pretrained(model: PackedModel, skeleton: nn.Module) -> set[str]:
         files = load.WeightFiles(model.source)
         load.load_entries_by_name(files, {name: own[name] for name in heads}, str(model.source))
         loaded |= set(heads)
+    from_base = frozenset(loaded)
+    if model.adapter_folder is not None:
+        from mvp_engine.hf.lora.lora_import import load_adapter  # above: it needs this module's
+
+        loaded |= load_adapter(model, skeleton)
     _check_missing(model, skeleton, [name for name in own if name not in loaded])
     unexpected = [name for name in unused if name not in heads]
     unexpected = [name for name in unexpected if not _is_expected(view, name)]
     if unexpected:
         LOGGER.warning("in %s, but not in the model: %s", model.source, first_names(unexpected))
-    model.from_folder = frozenset(loaded)
+    model.from_folder = from_base
     return loaded
 
 

@@ -81,6 +81,12 @@ def open_reference(engine: Any, splits: Iterable[str]) -> Reference | None:
     """The reference of `config.reference`, for a policy that has its weights. The random state stays as it is."""
     with keep_rng_state():  # a resumed run has its random state by now
         if engine.config.reference == "adapters_off":
+            if (folder := getattr(engine.model, "adapter_folder", None)) is not None:
+                raise UserError(
+                    f"preference.reference=adapters_off: training starts from the adapter {folder}, so the model "
+                    "without it is no reference. Set preference.reference=cached, or merge the adapter first (mvp "
+                    "export RUN OUT)"
+                )
             return AdaptersOffReference(engine)
         if engine.config.reference == "cached":
             return CachedReference(engine, splits)

@@ -92,6 +92,7 @@ class RLEngine(Engine):
     collector: Buffer | Collector
     # Functions or methods that answers may call; their docstrings are in the prompts.
     tools: Sequence[Callable[..., Any]] = ()
+    reward_columns: Sequence[str] = ()  # of rows, which `reward` reads: without one nothing starts
     gamma = 1.0  # the discount per token, of reinforce_pp and ppo
     learns_from_teachers = False  # set by an engine whose own `train_step` uses `teacher_log_probs`
     _no_signal = 0  # steps in a row
@@ -234,7 +235,8 @@ class RLEngine(Engine):
 
     def prepare_dataloader(self, split: str) -> PromptLoader:
         prompts, seed = self.config.rl.prompts_per_step, self.config.seed
-        return prompt_loader(self.data, split, prompts=prompts, seed=seed, folder=self.run.dir)
+        loader = prompt_loader(self.data, split, prompts=prompts, seed=seed, folder=self.run.dir)
+        return loader.with_columns(self.reward_columns)
 
     def prepare_rollout(self) -> Rollout:
         """The sampler that `generation.backend` names."""
@@ -314,8 +316,7 @@ class RLEngine(Engine):
         """Close everything and return to the state of a launch that resumes this run."""
         self._closing.close()
         recover(self.run.checkpoints)
-        found = self.run.checkpoint_list()
-        checkpoint = found[-1] if found else self.checkpoint
+        checkpoint = [self.checkpoint, *self.run.checkpoint_list()][-1]
         start = checkpoint.name if checkpoint else "the start: there is no checkpoint yet"
         greeting = f"{what}: continuing {self.run.dir} from {start}"
         Engine.__init__(self, self.config, self.world, self.run, checkpoint, greeting)
@@ -349,7 +350,8 @@ class RLEngine(Engine):
         self.rollout = self._closing.enter_context(closing(self.prepare_rollout()))
         if self.runs_freely:
             self.collector = self._free_buffer(apart)
-        self.collector.load_state_dict(self.model_engine.restored_pending)
+        if not self.restarts_data:
+            self.collector.load_state_dict(self.model_engine.restored_pending)
         self.model_engine.pending_state = self.collector.state_dict
 
     def _free_buffer(self, apart: bool) -> Buffer:
@@ -646,24 +648,22 @@ class RLEngine(Engine):
     def eval_sample(self, prompts: list[Prompt]) -> Experience:
         """Completions of all held-out prompts by the actor, and their rewards."""
         rollout, decoding = self._eval_rollout(), self.eval_decoding
-        samples, rewards = self.eval_episodes.play(prompts, rollout, decoding, untimed)
-        return Experience(prompts, samples, rewards)
+        return Experience(prompts, *self.eval_episodes.play(prompts, rollout, decoding, untimed))
 
     def complete(self, prompts: list[Prompt]) -> list[Sample]:
         """Completions by the actor, as an evaluation makes them."""
         return generate(self._eval_rollout(), prompts, self.eval_decoding)
 
     def _eval_rollout(self) -> PackedRollout:
-        actor = self.model_engine.actor
-        return PackedRollout(actor, budget=self.config.budget, version=self.step)
+        return PackedRollout(self.model_engine.actor, budget=self.config.budget, version=self.step)
 
     @property
     def eval_decoding(self) -> Decoding:
         """How completions of an evaluation are generated; unlike rollouts they may be greedy."""
-        settings, length = self.config.eval, self.config.generation.max_new_tokens
-        temperature = self.config.generation.temperature if settings.samples > 1 else 0.0
+        settings, generation = self.config.eval, self.config.generation
+        temperature = generation.temperature if settings.samples > 1 else 0.0
         seed = derived_seed(self.config.seed, "evaluation")
-        decoding = Decoding(length, self.data.eos_token_ids, temperature)
+        decoding = Decoding(generation.max_new_tokens, self.data.eos_token_ids, temperature)
         return replace(decoding, samples=settings.samples, seed=seed)
 
     def after_train(self) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -178,6 +178,20 @@ class PromptLoader(SampleLoader):
         """A line about bad rows for the end of a training; None if there are none."""
         return self.bad_rows.report()
 
+    def with_columns(self, names: Sequence[str]) -> Self:
+        """This loader. Raises if the first row of a source lacks one of these columns, which a reward reads."""
+        for source, name in zip(
+            self.dataset.mixture.sources, self.dataset.mixture.names, strict=True
+        ):
+            row = source[0] if len(source) else {}
+            if missing := [column for column in names if row.get(column) is None]:
+                raise UserError(
+                    f"data.sources.{name}: the reward reads the column {missing[0]}, and {source.where(0)} has only "
+                    f"{', '.join(row)}. Add it to the rows, or give a reward of your own: engine=FILE.py, or mvp grpo "
+                    "--engine FILE.py (docs/rl.md)"
+                )
+        return self
+
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "order": self.order_id()}
 
@@ -186,7 +200,8 @@ class PromptLoader(SampleLoader):
         if state["order"] != self.order_id():
             raise UserError(
                 "the prompts are not those that the checkpoint was trained with, so its position in the epoch is not "
-                "valid here: restore the data and its settings, or start a new run from its weights (model.path)"
+                "valid here: restore the data and its settings, set resume_data=restart, or start a new run "
+                "(model.path)"
             )
 
     def order_id(self) -> str:

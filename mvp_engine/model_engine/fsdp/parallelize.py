@@ -410,11 +410,19 @@ def _to_master_precision(model: nn.Module, adapter: ModelAdapter, settings: Sett
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> None:
-    for pattern in patterns:
-        for name in matching(model, pattern, "model.freeze"):
-            # A part is what the model consists of; its adapters stay trainable.
-            if pattern not in PARTS or ".lora_" not in name:
-                model.get_parameter(name).requires_grad_(False)
+    """Freeze what `patterns` name, except for what those with a `!` name: ["*", "!projector"] trains a part alone."""
+    frozen: set[str] = set()
+    for pattern in sorted(patterns, key=lambda one: one.startswith("!")):
+        part = pattern.removeprefix("!")
+        # A part is what the model consists of; its adapters stay trainable.
+        names = {
+            name
+            for name in matching(model, part, "model.freeze")
+            if part not in (*PARTS, "*") or ".lora_" not in name
+        }
+        frozen = frozen - names if part != pattern else frozen | names
+    for name in frozen:
+        model.get_parameter(name).requires_grad_(False)
 
 
 # Activation checkpointing of blocks: full, or with kept outputs, of GEMMs and attention (selective) or of attention.

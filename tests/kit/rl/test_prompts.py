@@ -6,10 +6,10 @@ import io
 from typing import Any
 
 import pytest
-from conftest import user_error
+from conftest import mvp, user_error
 from rich.console import Console
 from templates.tiny import tokenizer
-from tiny_vlm import chat, made, model_config, qwen3_vl, with_images, write
+from tiny_vlm import chat, made, model_config, qwen3_vl, saved_model, with_images, write
 
 from mvp_engine.data.batch import IGNORE
 from mvp_engine.kit import MLLMDataKit
@@ -176,3 +176,12 @@ def test_inspect_prompts_shows_them_with_the_columns_of_the_reward(tmp_path):
     text = out.export_text()
     assert "answer 3, label 3: columns that only the reward reads" in text
     assert "rollouts are packed when they are generated" in text
+
+
+def test_rows_without_a_column_that_the_reward_reads_are_refused_at_the_start(tmp_path, capsys):
+    write(tmp_path / "rows.jsonl", [{"prompt": "1 + 1?", "solution": "2"}] * 8)
+    words = f"grpo --model {saved_model(tmp_path)} --data {tmp_path}/rows.jsonl output_dir={tmp_path}/out"
+    assert mvp(words) == 2
+    error = capsys.readouterr().err
+    assert "data.sources.rows: the reward reads the column answer" in error
+    assert "prompt, solution" in error

@@ -23,7 +23,7 @@ from mvp_engine.data.batch import Media, cat_padded
 from mvp_engine.errors import UserError
 from mvp_engine.files import is_inside, leads_out
 from mvp_engine.hf.model.config_source import warn_of_custom_code
-from mvp_engine.hf.weights.hub import local_folder
+from mvp_engine.hf.weights.hub import base_of_adapter, local_folder, model_folder
 from mvp_engine.hf.weights.load import NewRows
 from mvp_engine.kit.data.read.probe import DEFAULT_FPS
 from mvp_engine.kit.data.read.row_types import Limits
@@ -38,7 +38,7 @@ def load_processor(folder: str | Path | None) -> Any:
             "no processor: set model.path to a model's folder or to a model of the Hub, or processor to one "
             "that has it"
         )
-    path = local_folder(folder)
+    path = _of_adapter(local_folder(folder))
     if not path.is_dir():
         raise UserError(
             f"{folder} is not a folder with a model's processor or tokenizer, nor a model of the Hub"
@@ -157,6 +157,16 @@ def _is_text_only(folder: Path) -> bool:
     )
 
 
+def _of_adapter(folder: Path) -> Path:
+    """The folder of the base model in place of an adapter's that lacks files of its processor."""
+    base = base_of_adapter(folder)
+    if base is None:
+        return folder
+    names = ("tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
+    is_complete = all((folder / name).is_file() for name in names if (base / name).is_file())
+    return folder if is_complete and (folder / names[0]).is_file() else base
+
+
 def save_generation_config(
     folder: Path, model: str | None, pad_token_id: int | None, eos_token_ids: Sequence[int]
 ) -> None:
@@ -166,7 +176,7 @@ def save_generation_config(
     """
     config: dict[str, Any] = {"pad_token_id": pad_token_id}
     if model is not None:
-        original = local_folder(model) / GENERATION_CONFIG
+        original = model_folder(model) / GENERATION_CONFIG
         if original.is_file():
             config = json.loads(original.read_text())
     known = config.get("eos_token_id")

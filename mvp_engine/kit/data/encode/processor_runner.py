@@ -31,7 +31,7 @@ from mvp_engine.kit.data.encode.processor import (
     to_media,
 )
 from mvp_engine.kit.data.encode.template_marks import Span
-from mvp_engine.kit.data.encode.tokenization import fast_encode
+from mvp_engine.kit.data.encode.tokenization import PlaceholderToken, fast_encode
 from mvp_engine.kit.data.read.decoders import MediaInfo
 
 MAX_CACHED = 512  # processors of single items in memory
@@ -664,3 +664,26 @@ TEMPLATE = """\
 {%- for part in parts if part.type == 'text' %}{{- part.text }}{%- endfor %}{{- AFTER }}
 {%- endif %}
 {%- endfor %}"""
+
+
+def expands_outer(runner: ProcessorRunner, kind: str, written: PlaceholderToken) -> bool:
+    """Whether the processor's expansion already has the tokens that a chat template writes around it.
+
+    Some processors add these tokens where they are missing, or replace them with the placeholder, so
+    both texts are tried.
+    """
+    name = type(runner.processor).__name__
+    around = written.before + written.token + written.after
+    alone = runner.trial_expansion(kind, written.token)
+    own = runner.placeholder(kind)
+    # Some templates write another token, which the processor replaces first.
+    if written.token != own and alone != runner.trial_expansion(kind, own):
+        raise UserError(
+            f"the chat template writes {written.token!r} for {kind}, but {name} looks for {own!r}"
+        )
+    inside = runner.trial_expansion(kind, around)
+    if inside not in (written.before + alone + written.after, alone):
+        raise UserError(
+            f"cannot use the expansion of {around!r} by {name}, which is {inside[:200]!r}"
+        )
+    return around != written.token and inside == alone

@@ -19,23 +19,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from mvp_engine.data.batch import IGNORE, Media, PackedBatch
+from mvp_engine.data.batch import IGNORE, WEIGHT, Media, PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.kit.data.encode.media import MediaHandler
 from mvp_engine.kit.data.encode.processor import concat_media
-from mvp_engine.kit.data.encode.processor_runner import ProcessorRunner
+from mvp_engine.kit.data.encode.processor_runner import expands_outer
 from mvp_engine.kit.data.encode.template import ChatTemplate
 from mvp_engine.kit.data.encode.template_marks import Span
 from mvp_engine.kit.data.encode.tokenization import (
+    Loss,
     Placeholder,
-    PlaceholderToken,
     Rendered,
     TokenizedText,
     check_has_loss,
     expand_placeholders,
+    has_weights,
     truncate,
+    weighted,
 )
 from mvp_engine.kit.data.read.decoders import MediaInfo
 from mvp_engine.kit.data.read.row_files import PreparedRow, PreparedSide
@@ -98,7 +101,7 @@ class EncodedSequence:
     """
 
     ids: list[int]
-    loss: list[bool]
+    loss: Sequence[Loss]
     parts: list[Part]
     infos: list[MediaInfo]
     expansions: list[str]
@@ -171,7 +174,7 @@ class FullSequence:
                 "overlong",
                 f"{len(full.ids)} tokens; {max_tokens} are allowed, and a prompt is not truncated",
             )
-        cut = truncate(full.ids, full.loss, full.spans, max_tokens)
+        cut = truncate(full.ids, list(full.loss), full.spans, max_tokens)
         kept = cut.num_media
         return EncodedSequence(
             cut.ids,
@@ -279,7 +282,7 @@ LOGGER = logging.getLogger("mvp_engine")
 Positions = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, Media]], Tensor]
 # Raise it with every change to kit/data/read or kit/data/encode that changes the tokens or the encoder
 # work of any row: costs that were measured and cached before are then measured again.
-ENCODER_VERSION = 3
+ENCODER_VERSION = 4
 
 
 class RowEncoder:
@@ -313,11 +316,11 @@ class RowEncoder:
         self.tools: tuple[Any, ...] = ()  # declarations for rows without tools of their own
         self.dtype = torch.float32  # of media values in batches
         # Whether an expansion replaces the special tokens around a placeholder too, by kind.
-        self._expands_outer: dict[str, bool] = {}
+        self.expands_outer: dict[str, bool] = {}
         for kind in self.media.kinds:
             if kind in self.template.placeholders:
                 written = self.template.placeholders[kind]
-                self._expands_outer[kind] = _expands_outer(self.media.runner, kind, written)
+                self.expands_outer[kind] = expands_outer(self.media.runner, kind, written)
         self._warn_without_stop_token()
 
     def _warn_without_stop_token(self) -> None:
@@ -422,6 +425,11 @@ class RowEncoder:
         sides = [self._full_sequence(row, root, decode)]
         if self.pairs and row.rejected:
             sides.append(self._rejected_side(row, root, decode, sides[0]))
+            if any(has_weights(side.tokens.loss) for side in sides):
+                raise BadRow(
+                    "bad_weight",
+                    "the row has weights, which losses of preference pairs do not read",
+                )
         if self.row_part is not None:
             targets = self.row_part.read(row, root)
             sides = [self._with_targets(sides[0], targets)]
@@ -445,7 +453,10 @@ class RowEncoder:
             raise BadRow("bad_token", f"input_ids has {wrong[0]}; the tokenizer has {size} tokens")
         if not row.prompt_only:
             check_has_loss(tokens.loss, len(tokens.ids), len(tokens.ids))
-        return FullSequence(Rendered("", ()), [], [], TokenizedText(*tokens, []))
+        loss: list[Loss] = [*tokens.loss]
+        if row.weight != 1:
+            loss = weighted(loss, row.weight)
+        return FullSequence(Rendered("", ()), [], [], TokenizedText(tokens.ids, loss, []))
 
     def _rejected_side(
         self, row: Row, root: Path, decode: bool, chosen: FullSequence
@@ -509,7 +520,7 @@ class RowEncoder:
     def _expand(self, rendered: Rendered, expansions: Sequence[str]) -> Rendered:
         places = []
         for place in rendered.media:
-            places.append(place.outer if self._expands_outer[place.kind] else place.span)
+            places.append(place.outer if self.expands_outer[place.kind] else place.span)
         for context in self.media.runner.contexts.values():
             expansions = context.apply(rendered.text, places, expansions)
         text, moved = expand_placeholders(rendered.text, places, expansions)
@@ -621,7 +632,7 @@ class RowEncoder:
                 numbers["side"] = sign
             numbers["media_end"] = media_end
             ids = torch.tensor(side.ids)
-            loss = torch.tensor(side.loss)
+            loss = torch.tensor(side.loss)  # of floats, if some tokens have a weight
             batches.append(self._batch(ids, loss, media, numbers, side.targets))
         return batches
 
@@ -656,10 +667,14 @@ class RowEncoder:
         fields: Mapping[str, float],
         targets: Sequence[Any] = (),
     ) -> PackedBatch:
-        types = self.media.token_types(ids, loss)
+        types = self.media.token_types(ids, loss != 0)
+        if loss.is_floating_point():
+            # Of the label of each position, which is the next token.
+            types = {**types, WEIGHT: F.pad(loss[1:], (0, 1))}
         positions = torch.arange(len(ids))
         if self.positions is not None:
-            positions = self.positions(ids, {**self.media.mm_types(ids), **types}, media)
+            of_media = {name: value for name, value in types.items() if name != WEIGHT}
+            positions = self.positions(ids, {**self.media.mm_types(ids), **of_media}, media)
         if self.row_part is not None:
             media = {**media, self.row_part.name: self.row_part.media(ids, positions, targets)}
         return PackedBatch.from_sequences(
@@ -675,26 +690,3 @@ class RowEncoder:
         if not media.values.is_floating_point():
             return media
         return replace(media, values=media.values.to(self.dtype))
-
-
-def _expands_outer(runner: ProcessorRunner, kind: str, written: PlaceholderToken) -> bool:
-    """Whether the processor's expansion already has the tokens that a chat template writes around it.
-
-    Some processors add these tokens where they are missing, or replace them with the placeholder, so
-    both texts are tried.
-    """
-    name = type(runner.processor).__name__
-    around = written.before + written.token + written.after
-    alone = runner.trial_expansion(kind, written.token)
-    own = runner.placeholder(kind)
-    # Some templates write another token, which the processor replaces first.
-    if written.token != own and alone != runner.trial_expansion(kind, own):
-        raise UserError(
-            f"the chat template writes {written.token!r} for {kind}, but {name} looks for {own!r}"
-        )
-    inside = runner.trial_expansion(kind, around)
-    if inside not in (written.before + alone + written.after, alone):
-        raise UserError(
-            f"cannot use the expansion of {around!r} by {name}, which is {inside[:200]!r}"
-        )
-    return around != written.token and inside == alone

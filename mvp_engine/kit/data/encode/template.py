@@ -105,10 +105,11 @@ class ChatTemplate:
             if not row.text.strip():
                 raise BadRow("nothing_to_learn", "the text is empty")
             if row.text_loss:
-                return Rendered(row.text, row.text_loss)
+                return Rendered(row.text, row.text_loss, weight=row.weight)
             if row.prompt_only:
                 return Rendered(row.text, (), bos=True, prompt_only=True)
-            return Rendered(row.text, ((0, len(row.text)),), bos=True, eos=True)
+            everything = ((0, len(row.text)),)
+            return Rendered(row.text, everything, bos=True, eos=True, weight=row.weight)
         has_loss = _messages_with_loss(row)
         rendered = self._render_conversation(row, has_loss)
         text = rendered.text
@@ -119,9 +120,11 @@ class ChatTemplate:
         excluded = [place.outer for place in media]
         stops = True
         left_out = 0
+        weights: list[tuple[Span, float]] = []
         for index, message in enumerate(row.messages):
             if not has_loss[index]:
                 continue
+            known = len(spans)
             if index in incomplete:
                 left_out += 1
             elif message.role == "assistant":
@@ -131,6 +134,8 @@ class ChatTemplate:
                     excluded += finder.empty_reasoning(index)
             else:
                 spans += finder.of_texts(index, message)
+            if message.loss is not None and not isinstance(message.loss, bool):
+                weights += [(span, message.loss) for span in spans[known:]]
         if left_out and not spans:
             raise BadRow(
                 "nothing_to_learn",
@@ -146,6 +151,8 @@ class ChatTemplate:
             stops=stops,
             prompt_only=row.prompt_only,
             reasoning_left_out=left_out,
+            weights=tuple(weights),
+            weight=row.weight,
         )
 
     def between_turns(
@@ -436,7 +443,7 @@ def _media_tokens(processor: Any, tokenizer: Any) -> dict[str, set[str]]:
 def _messages_with_loss(row: Row) -> list[bool]:
     flags = []
     for message in row.messages:
-        flags.append(message.role == "assistant" if message.loss is None else message.loss)
+        flags.append(message.role == "assistant" if message.loss is None else bool(message.loss))
     if not any(flags) and not row.prompt_only:
         has_answer = any(message.role == "assistant" for message in row.messages)
         raise BadRow(

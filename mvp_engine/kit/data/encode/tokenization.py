@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -104,13 +104,18 @@ class Rendered:
     prompt_only: bool = False  # no token needs to carry loss
     # Assistant turns that carry no loss because the template leaves out their reasoning.
     reasoning_left_out: int = 0
+    weights: tuple[tuple[Span, float], ...] = ()  # of spans with loss, where a message gives one
+    weight: float = 1.0  # of the row
+
+
+Loss = bool | float  # of a token: whether it carries loss, or the weight of its loss
 
 
 class TokenizedText(NamedTuple):
     """Token ids of a row, its loss mask, and its media with spans by token, in order."""
 
     ids: list[int]
-    loss: list[bool]
+    loss: list[Loss]
     media: list[Placeholder]
 
 
@@ -142,6 +147,16 @@ def fast_encode(tokenizer: Any, text: str) -> Any:
     return backend.encode(text, add_special_tokens=False)
 
 
+def weighted(loss: Sequence[Loss], weight: float) -> list[Loss]:
+    """The loss of tokens times the weight of their row."""
+    return [one and one * weight for one in loss]
+
+
+def has_weights(loss: Iterable[Loss]) -> bool:
+    """Whether the loss of tokens has weights, not only a mask."""
+    return any(not isinstance(one, bool) for one in loss)
+
+
 class MaskingTokenizer:
     """Tokenizes rendered texts and maps their character spans to tokens."""
 
@@ -155,7 +170,10 @@ class MaskingTokenizer:
         encoding = fast_encode(self.tokenizer, rendered.text)
         ids = encoding.ids
         spans = _token_spans(encoding)
-        loss = self._loss_mask(ids, spans, rendered)
+        loss: list[Loss] = list(self._loss_mask(ids, spans, rendered))
+        for span, weight in rendered.weights:
+            first, end = _overlapping_tokens(span, spans)
+            loss[first:end] = [one and weight for one in loss[first:end]]
         bos = self.tokenizer.bos_token_id
         eos = self.tokenizer.eos_token_id
         if rendered.bos and self.adds_bos and ids[:1] != [bos]:
@@ -172,6 +190,8 @@ class MaskingTokenizer:
             loss[first:end] = [False] * (end - first)
         if not rendered.prompt_only:
             check_has_loss(loss, len(ids), len(ids))
+        if rendered.weight != 1:
+            loss = weighted(loss, rendered.weight)
         return TokenizedText(ids, loss, media)
 
     def _loss_mask(
@@ -232,13 +252,13 @@ class Truncated(NamedTuple):
     """The first tokens of a sequence, and how many of its media they hold."""
 
     ids: list[int]
-    loss: list[bool]
+    loss: list[Loss]
     num_media: int
 
 
 def truncate(
     ids: list[int],
-    loss: list[bool],
+    loss: list[Loss],
     media: Sequence[Span],
     max_tokens: int,
 ) -> Truncated:
@@ -254,6 +274,6 @@ def truncate(
     return Truncated(ids[:end], loss[:end], kept_media)
 
 
-def check_has_loss(loss: list[bool], end: int, total: int) -> None:
+def check_has_loss(loss: Sequence[Loss], end: int, total: int) -> None:
     if not any(loss[1:end]):  # nothing predicts the first token
         raise BadRow("nothing_to_learn", f"none of the first {end} of {total} tokens carries loss")

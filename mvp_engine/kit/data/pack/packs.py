@@ -509,8 +509,8 @@ class PackLoader(SampleLoader):
                 what = "the rows (files of the sources, hold_out) are"
             raise UserError(
                 f"{what} not what the checkpoint was trained with, so its position in the epoch is not valid here: "
-                "restore it (config.yaml of the run), or start a new run from its weights (model.path). Shares of "
-                "sources can change in mid-run where data.mixture was set from its start"
+                "restore it (config.yaml of the run), set resume_data=restart, or start a new run (model.path). Shares "
+                "of sources can change in mid-run where data.mixture was set from its start"
             )
         seen = state.get("seen", {})  # checkpoints of earlier versions do not have it
         rows = [
@@ -526,7 +526,7 @@ class PackLoader(SampleLoader):
             if known is not None and known[0] != fingerprint:
                 raise UserError(
                     f"the rows of the source {name} are not those that the checkpoint was trained with: restore its "
-                    "files, or give them another name"
+                    "files, give them another name, or set resume_data=restart"
                 )
         change = {"units": before["next"]["units"], "before": before["settings"]}
         self._changes.append(change)

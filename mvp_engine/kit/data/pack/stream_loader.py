@@ -457,7 +457,8 @@ class StreamLoader:
         if state["of"] != self._fingerprint([self.dataset.seed, self.dataset.shuffle]):
             raise UserError(
                 "the streams, the processor or the packing is not what the checkpoint was trained with, so its "
-                "position in the streams is not valid here: restore them, or start a new run (model.path)"
+                "position in the streams is not valid here: restore them, set resume_data=restart, or start a new "
+                "run (model.path)"
             )
 
     def _of_earlier_version(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -467,7 +468,8 @@ class StreamLoader:
         if state["of"] != self._fingerprint(sizes):
             raise UserError(
                 "the streams, the processor, the packing or the number of ranks is not what the checkpoint was trained "
-                "with, so its position in the streams is not valid here: restore them, or start a new run (model.path)"
+                "with, so its position in the streams is not valid here: restore them, set resume_data=restart, or "
+                "start a new run (model.path)"
             )
         lanes = []
         for first, cursor in zip(data.first_cursors(), state["lanes"], strict=True):

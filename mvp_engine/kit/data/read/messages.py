@@ -71,6 +71,8 @@ def _media_block_types() -> dict[str, str]:
     return types
 
 
+WEIGHTS = ("weight", "loss_weight")  # columns of a row
+MAX_WEIGHT = 100
 _ROLE_OF = _role_spellings()
 _MEDIA_BLOCKS = _media_block_types()
 _BLOCK_TYPES = ("text", *_MEDIA_BLOCKS)
@@ -120,8 +122,9 @@ def read_message(raw: Any, where: str) -> Message:
         shown = f"{role_name!r:.40}" if isinstance(role_name, str) else type_name(role_name)
         raise BadRow("unknown_role", f"{where} has role {shown}; roles are {', '.join(ROLES)}")
     _refuse_media_keys(fields, where)
-    if loss is not None and not (isinstance(loss, bool | int | float) and loss in (0, 1)):
-        raise BadRow("wrong_type", f"{where}.loss is {type_name(loss)}, wanted true or false")
+    if loss is not None and not isinstance(loss, bool):
+        weight = check_weight(loss, f"{where}.loss")
+        loss = bool(weight) if weight in (0, 1) else weight
     if role_name.lower() in _TOOL_CALL_ROLES:
         fields["tool_calls"] = _sharegpt_tool_calls(content, f"{where}.value")
         content = ""
@@ -141,12 +144,36 @@ def read_message(raw: Any, where: str) -> Message:
     blocks = [content] if isinstance(content, str | Mapping) else content or []
     parts = [_read_block(block, f"{where}.content[{i}]") for i, block in enumerate(blocks)]
     kept = tuple(part for part in parts if part.kind != "text" or part.value)
-    message = Message(role, kept, None if loss is None else bool(loss), fields)
+    message = Message(role, kept, loss, fields)
     if content is None and not has_actions(message):
         others = [key for key in fields if key not in KNOWN_KEYS]
         found = f", only {', '.join(others)[:80]}" if others else ""
         raise BadRow("missing_key", f"{where} has no content{found}")
     return message
+
+
+def check_weight(value: Any, where: str) -> float:
+    """A weight in the loss. Larger numbers than MAX_WEIGHT are taken for a column of another meaning."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadRow(
+            "wrong_type",
+            f"{where} is {type_name(value)}, wanted true, false or a weight in the loss",
+        )
+    if not 0 <= value <= MAX_WEIGHT:
+        raise BadRow(
+            "bad_weight",
+            f"{where} is {value}, wanted a weight in the loss, from 0 to {MAX_WEIGHT}. A column of another meaning "
+            "is dropped by `columns: {weight: null}` of the source",
+        )
+    return float(value)
+
+
+def row_weight(value: Any, key: str) -> float:
+    """The weight of a row in the loss."""
+    weight = check_weight(value, key)
+    if not weight:
+        raise BadRow("nothing_to_learn", f"the {key} of the row is 0")
+    return weight
 
 
 def _refuse_media_keys(fields: Mapping[str, Any], where: str) -> None:

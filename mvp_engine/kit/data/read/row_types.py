@@ -116,7 +116,8 @@ class Message:
 
     role: str  # "system", "user", "assistant", "tool"
     parts: tuple[Part, ...]
-    loss: bool | None = None  # None: the default, by which assistant turns carry loss
+    # None: the default, by which assistant turns carry loss. A number is the weight of its tokens in the loss.
+    loss: bool | float | None = None
     # tool_calls, name, ...: passed to the chat template unchanged.
     extra: Mapping[str, Any] = field(default_factory=dict)
     target: Part | None = None  # of an assistant turn: media that the model learns to predict
@@ -150,6 +151,7 @@ class Row:
     text_loss: tuple[tuple[int, int], ...] = ()
     tokens: TokenIds | None = None  # of a source with `tokenized_by`
     prompt_only: bool = False  # a conversation without an answer: no token carries loss
+    weight: float = 1.0  # of the row in the loss: multiplies that of each of its tokens
     fields: Mapping[str, float] = field(default_factory=dict)  # numbers, by column (`data.fields`)
     format: str = field(default="", compare=False)
     unused: tuple[str, ...] = field(default=(), compare=False)  # columns that nothing read

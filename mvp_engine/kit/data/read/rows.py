@@ -29,6 +29,7 @@ from mvp_engine.kit.data.read.media_source import file_of, media_kind, path_esca
 from mvp_engine.kit.data.read.messages import (
     ACTION_KEYS,
     KNOWN_KEYS,
+    WEIGHTS,
     check_no_places,
     count_places,
     fill_placeholders,
@@ -36,6 +37,7 @@ from mvp_engine.kit.data.read.messages import (
     read_media_columns,
     read_messages,
     read_turns,
+    row_weight,
     take_targets,
     text_message,
 )
@@ -82,7 +84,16 @@ _TOKEN_COLUMNS = ("input_ids", "labels", "loss_mask", "attention_mask")
 _PROMPTS = ("prompt", "question", "query", "instruction")
 _PROMPT_COLUMNS = (*_PROMPTS, "messages", "conversations", "texts", "chosen")
 _ALIASES = {"chosen_messages": "chosen", "rejected_messages": "rejected"}
-_OTHER_COLUMNS = ("system", "tools", "history", "input", "caption", "label", "rejected_response")
+_OTHER_COLUMNS = (
+    *WEIGHTS,
+    "system",
+    "tools",
+    "history",
+    "input",
+    "caption",
+    "label",
+    "rejected_response",
+)
 _MEDIA_COLUMNS = (*MEDIA, *(f"{kind}s" for kind in MEDIA))
 IGNORED_LABEL = -100
 _OBJECT_TAGS = ("<ref-object>", "<bbox>")
@@ -118,6 +129,11 @@ def read_row(raw: Any, format: RowFormat | str | None = None) -> Row:
     elif name is None or not _has_format(columns, name):
         raise BadRow("unknown_format", _unknown_format_detail(raw, columns, name))
     row = _Reader(format, columns).read(name)
+    for key in WEIGHTS:
+        # A column of texts or objects has another meaning: it stays unread.
+        is_number = type(dict.get(columns, key)) in (int, float)
+        if is_number and not (format.drops_answers or row.prompt_only):
+            row = replace(row, weight=row_weight(columns[key], key))
     unused = columns.unused()
     media = [key for key in unused if key in _MEDIA_COLUMNS]
     if media:
