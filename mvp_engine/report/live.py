@@ -233,7 +233,7 @@ class LivePage:
             for one in facts["trials"]:
                 value = one["value"]
                 rank = math.inf if value is None else value * (1 if facts["is_min"] else -1)
-                values = [one["values"].get(key, "-") for key in keys]
+                values = [str(one["values"].get(key, "-")) for key in keys]
                 rows.append(
                     (rank, [one["run"], *values, number(value), one["state"], one["error"]])
                 )
