@@ -360,11 +360,12 @@ def start(sweep: Sweep, trial: Trial, place: int, jobs: int, nproc: int) -> subp
     words = ["-m", "mvp_engine.cli", "train", sweep.config, *sweep.fixed, *trial.words]
     words += [f"run_id={trial.run}", "resume=auto", "--nproc", str(nproc)]
     environment = dict(os.environ)
-    files = sorted(file.name.removeprefix("nvidia") for file in Path("/dev").glob("nvidia[0-9]*"))
+    files = [file.name.removeprefix("nvidia") for file in Path("/dev").glob("nvidia[0-9]*")]
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(files)).split(",")
-    if jobs > 1:
+    if jobs > 1 and all(gpus):  # else there are none, or it is not known which
         own = [gpus[(place * nproc + rank) % len(gpus)] for rank in range(nproc)]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(own))
+    if jobs > 1:
         cores = max(1, (os.cpu_count() or 1) // (jobs * nproc))
         environment.setdefault("OMP_NUM_THREADS", str(cores))
     with sweep.output(trial).open("ab") as output:
