@@ -15,7 +15,6 @@ import time
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -72,8 +71,8 @@ class LiveRun:
     def clear(self) -> None:
         self.offset, self.tail = 0, b""
         self.last: dict[str, Record] = {}
-        self.steps: dict[tuple[str, str], array[int]] = defaultdict(partial(array, "q"))
-        self.values: dict[tuple[str, str], array[float]] = defaultdict(partial(array, "d"))
+        self.steps: dict[tuple[str, str], array[int]] = defaultdict(lambda: array("q"))
+        self.values: dict[tuple[str, str], array[float]] = defaultdict(lambda: array("d"))
 
     def read(self) -> None:
         file = self.run.dir / "metrics.jsonl"

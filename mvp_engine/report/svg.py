@@ -82,6 +82,7 @@ def plot_svg(
     parts = _axes(scale, metric)
     points = []
     for curve in curves:
+        steps: Sequence[float]
         steps, values = _window(curve, scale.left, scale.right)
         colour = f"var(--c{COLOURS.index(curve.colour)})"
         if curve.is_long and not is_learning_rate(metric):
@@ -152,7 +153,7 @@ def _means(steps: Sequence[float], values: Sequence[float]) -> Points:
     if len(values) <= MAX_POINTS:
         return steps, values
     first = _stretches(steps, MAX_POINTS)
-    counts = np.diff(np.append(first, len(steps)))
+    counts: np.ndarray = np.diff(np.append(first, len(steps)))
     series = np.asarray([steps, values], float)
     means: list[list[float]] = (np.add.reduceat(series, first, axis=1) / counts).tolist()
     return means[0], means[1]
