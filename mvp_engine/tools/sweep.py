@@ -70,6 +70,7 @@ class Sweep:
     is_min: bool
     folder: Path
     trials: list[Trial] = field(default_factory=list)
+    lock: Run | None = None  # of one command at a time
 
     def run(self, trial: Trial) -> Run:
         return Run(self.folder.parent / trial.run)
@@ -90,6 +91,8 @@ class Sweep:
     def load(self) -> None:
         """Continue where the last command ended: runs that failed or were stopped start again."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = Run(self.folder)
+        self.lock.lock()
         if (self.folder / SWEEP_FILE).is_file():
             facts = json.loads((self.folder / SWEEP_FILE).read_text())
             self.trials = [Trial(**one) for one in facts["trials"]]
@@ -327,6 +330,8 @@ def run_all(sweep: Sweep, search: Grid, jobs: int, nproc: int, prune: bool, out:
                 if signals.requested or (trial := search.next()) is None:
                     break
                 trial.state = "running"
+                while sweep.run(trial).is_live() and not signals.requested:
+                    time.sleep(POLL_SECONDS)  # of a sweep that was killed: it saves
                 running[place] = trial, start(sweep, trial, place, jobs, nproc)
                 sweep.save()
                 print(f"{trial.run}  {' '.join(trial.words)}", file=out, flush=True)
