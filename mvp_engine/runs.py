@@ -5,6 +5,7 @@ outputs/<run_id>/
   config.yaml      the resolved config; can be launched again
   metrics.jsonl    one record per log interval and evaluation
   slow_steps.jsonl the slowest steps, with what their time went to
+  answers.jsonl    generated answers of the evaluations; answers/ has media of some
   log.txt  loss.png  report.html  tensorboard/  checkpoints/  skipped_steps.jsonl
 """
 

@@ -15,7 +15,6 @@ import time
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -72,8 +71,8 @@ class LiveRun:
     def clear(self) -> None:
         self.offset, self.tail = 0, b""
         self.last: dict[str, Record] = {}
-        self.steps: dict[tuple[str, str], array[int]] = defaultdict(partial(array, "q"))
-        self.values: dict[tuple[str, str], array[float]] = defaultdict(partial(array, "d"))
+        self.steps: dict[tuple[str, str], array[int]] = defaultdict(lambda: array("q"))
+        self.values: dict[tuple[str, str], array[float]] = defaultdict(lambda: array("d"))
 
     def read(self) -> None:
         file = self.run.dir / "metrics.jsonl"
@@ -185,9 +184,8 @@ class LivePage:
                 if len(shown) > 1
                 else "".join(_head(one, states[one.run.id]) for one in shown),
                 "plots": self._plots(shown, window, is_side),
-                "tables": self._sweeps(names)
-                + _compare(shown)
-                + "".join(_tables(one.run, len(shown) > 1) for one in shown),
+                "compare": self._sweeps(names) + _compare(shown),
+                "tables": "".join(_tables(one.run, len(shown) > 1) for one in shown),
                 "answers": "".join(
                     self._answers(one.run, step, len(shown) > 1) for one in shown[:3]
                 ),
@@ -215,8 +213,10 @@ class LivePage:
             options = "".join(
                 f"<option{' selected' if one == shown else ''}>{one}</option>" for one in steps
             )
-            choice = f'<p class=dim><label>evaluation at step <select data-key="step">{options}</select></label></p>'
-            self.cache[file] = key, choice + "".join(example_cards(examples))
+            choice = f'<select data-key="step">{options}</select>'
+            choice = f"<p class=dim><label>evaluation at step {choice}</label></p>"
+            title, *cards = example_cards(examples) or [""]
+            self.cache[file] = key, "".join([title, choice, *cards])
         name = f"<p><b>{escape(run.id)}</b></p>" if is_named else ""
         return name + str(self.cache[file][1])
 
@@ -233,7 +233,7 @@ class LivePage:
             for one in facts["trials"]:
                 value = one["value"]
                 rank = math.inf if value is None else value * (1 if facts["is_min"] else -1)
-                values = [one["values"].get(key, "-") for key in keys]
+                values = [str(one["values"].get(key, "-")) for key in keys]
                 rows.append(
                     (rank, [one["run"], *values, number(value), one["state"], one["error"]])
                 )
@@ -463,7 +463,8 @@ BODY = """<nav><input type=search id=filter placeholder="filter runs" aria-label
 <main><div id=head></div><div id=bar><label><input type=checkbox id=side> side by side</label>
 <span>drag over a plot to zoom in, double-click to zoom out</span><button id=reset hidden>all steps</button>
 <b id=lost hidden>the server does not answer: is mvp runs serve still running?</b></div>
-<div id=plots></div><div id=tables></div><div id=answers></div><div id=log></div></main><div id=tip hidden></div>
+<div id=plots></div><div id=compare></div><div id=answers></div><div id=tables></div>
+<div id=log></div></main><div id=tip hidden></div>
 <script src="/live.js"></script>"""
 
 

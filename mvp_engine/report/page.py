@@ -157,6 +157,27 @@ def draw_curves(axes: Any, curves: Sequence[Curve], title: str, metric: str = ""
         axes.legend(frameon=False, ncols=columns, fontsize=9, labelcolor=INK, **place)
 
 
+def plot_points(
+    file: Path, values: Mapping[str, Sequence[Any]], metric: str, figures: Sequence[float]
+) -> None:
+    """A PNG of a metric over the values of each key; the first point is marked as the best."""
+    figure = new_figure(4.2 * len(values), 3.6)
+    for axes, (key, texts) in zip(
+        figure.subplots(1, len(values), squeeze=False)[0], values.items(), strict=True
+    ):
+        try:
+            places: list[Any] = [float(text) for text in texts]
+            if min(places) > 0 and max(places) > 20 * min(places):
+                axes.set_xscale("log")
+        except ValueError:  # names
+            places = [str(text) for text in texts]
+        axes.scatter(places, figures, color=COLOURS[0])
+        axes.scatter(places[:1], figures[:1], color=COLOURS[2], label="best", zorder=3)
+        axes.set(xlabel=key, ylabel=metric)
+        axes.legend(frameon=False)
+    save_png(figure, file)
+
+
 def smoothed(values: Sequence[float]) -> list[float]:
     """The mean over a twentieth of the points around each: an average of the past would lag behind a fall."""
     reach = max(1, len(values) // 40)

@@ -82,6 +82,7 @@ def plot_svg(
     parts = _axes(scale, metric)
     points = []
     for curve in curves:
+        steps: Sequence[float]
         steps, values = _window(curve, scale.left, scale.right)
         colour = f"var(--c{COLOURS.index(curve.colour)})"
         if curve.is_long and not is_learning_rate(metric):
@@ -152,7 +153,7 @@ def _means(steps: Sequence[float], values: Sequence[float]) -> Points:
     if len(values) <= MAX_POINTS:
         return steps, values
     first = _stretches(steps, MAX_POINTS)
-    counts = np.diff(np.append(first, len(steps)))
+    counts: np.ndarray = np.diff(np.append(first, len(steps)))
     series = np.asarray([steps, values], float)
     means: list[list[float]] = (np.add.reduceat(series, first, axis=1) / counts).tolist()
     return means[0], means[1]
@@ -173,7 +174,7 @@ def _axes(scale: Scale, metric: str) -> list[str]:
         parts.append(f'<line class=grid x1="{LEFT}" x2="{RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         text = escape(_text(metric, value, is_tick=True))
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor=end>{text}</text>')
-    for step in _ticks(scale.left, scale.right, 6, least=1):
+    for step in _ticks(scale.left, scale.right, 8, least=1):
         x = scale.x(step)
         parts.append(f'<line class=grid x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{BOTTOM}"/>')
         text = f"{step:,.0f}" if scale.right < 10_000 else rate(step)
@@ -193,7 +194,7 @@ def _ticks(low: float, high: float, most: int, least: float = 0.0) -> list[float
 def _log_ticks(scale: Scale) -> list[float]:
     low, high = math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high))
     every = max(1, (high - low) // 5)
-    factors = (1, 2, 5) if high - low <= 2 else (1,)
+    factors = (1, 2, 5) if high - low <= 4 else (1,)
     ticks = [f * 10.0**power for power in range(low, high + 1, every) for f in factors]
     return [tick for tick in ticks if scale.low <= tick <= scale.high]
 

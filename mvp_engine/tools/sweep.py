@@ -28,7 +28,8 @@ from mvp_engine.files import atomic_write_text
 from mvp_engine.log.format import number
 from mvp_engine.process.signals import StopSignals
 from mvp_engine.process.watchdog import end_with_this_process
-from mvp_engine.report.page import COLOURS, new_figure, save_png
+from mvp_engine.report.facts import RunFacts
+from mvp_engine.report.page import plot_points
 from mvp_engine.runs import SWEEP_FILE, Run
 
 POLL_SECONDS = 0.5
@@ -42,7 +43,7 @@ class Trial:
     """One run of a sweep."""
 
     run: str  # its id
-    values: dict[str, str]  # of the swept keys, as on the command line
+    values: dict[str, Any]  # of the swept keys
     state: str = "waiting"  # running, pruning; finished, pruned, failed
     value: float | None = None  # the best value of the metric, and its step
     step: int | None = None
@@ -69,6 +70,7 @@ class Sweep:
     is_min: bool
     folder: Path
     trials: list[Trial] = field(default_factory=list)
+    lock: Run | None = None  # of one command at a time
 
     def run(self, trial: Trial) -> Run:
         return Run(self.folder.parent / trial.run)
@@ -76,7 +78,7 @@ class Sweep:
     def output(self, trial: Trial) -> Path:
         return self.folder / f"{trial.run}.txt"
 
-    def add(self, values: dict[str, str]) -> Trial:
+    def add(self, values: dict[str, Any]) -> Trial:
         self.trials.append(Trial(f"{self.folder.name}-{len(self.trials):03d}", values))
         return self.trials[-1]
 
@@ -89,6 +91,8 @@ class Sweep:
     def load(self) -> None:
         """Continue where the last command ended: runs that failed or were stopped start again."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = Run(self.folder)
+        self.lock.lock()
         if (self.folder / SWEEP_FILE).is_file():
             facts = json.loads((self.folder / SWEEP_FILE).read_text())
             self.trials = [Trial(**one) for one in facts["trials"]]
@@ -96,15 +100,11 @@ class Sweep:
             self.read(trial)
             if (
                 trial.state in ("running", "waiting")
-                and self._info(trial).get("status") == "finished"
+                and RunFacts(self.run(trial)).info.get("status") == "finished"
             ):
                 self.end(trial, 0)  # while nobody watched
             if trial.state not in ("finished", "pruned"):
                 trial.state, trial.error = "waiting", ""
-
-    def _info(self, trial: Trial) -> dict[str, Any]:
-        run = self.run(trial)
-        return run.info if (run.dir / "run.json").is_file() else {}
 
     def read(self, trial: Trial) -> None:
         """Read the evaluations of its run until now."""
@@ -128,7 +128,9 @@ class Sweep:
             trial.state, trial.error = "failed", f"no evaluation has a finite {self.metric}"
             if code:
                 output = self.output(trial).read_text(errors="replace")
-                lines = str(self._info(trial).get("error") or output).strip().splitlines()
+                lines = (
+                    str(RunFacts(self.run(trial)).info.get("error") or output).strip().splitlines()
+                )
                 trial.error = f"exit code {code}: {lines[-1] if lines else 'no message'}"
 
     def ranked(self) -> list[Trial]:
@@ -178,7 +180,7 @@ class Grid:
         """A grid does not learn from a run."""
 
 
-class OptunaSearch:
+class OptunaSearch(Grid):
     """Values from Optuna's TPE sampler, and its median pruner. Its study is made again from the runs."""
 
     def __init__(self, sweep: Sweep, size: int) -> None:
@@ -216,23 +218,18 @@ class OptunaSearch:
 
     def _ask(self, trial: Trial) -> None:
         """Make Optuna's trial with the values of ours."""
-        types = {"IntDistribution": int, "FloatDistribution": float}
-        values = {}
-        for key, text in trial.values.items():
-            values[key] = types.get(type(self.space[key]).__name__, str)(text)
-        self.study.enqueue_trial(values)
+        self.study.enqueue_trial(trial.values)
         self.asked[trial.run] = self.study.ask(self.space)
 
     def next(self) -> Trial | None:
-        for trial in self.sweep.trials:
-            if trial.state == "waiting":
-                if trial.run not in self.asked:  # else it was stopped from outside, and continues
-                    self._ask(trial)
-                return trial
+        if (trial := super().next()) is not None:
+            if trial.run not in self.asked:  # else it was stopped from outside, and continues
+                self._ask(trial)
+            return trial
         if len(self.sweep.trials) >= self.size:
             return None
         asked = self.study.ask(self.space)
-        trial = self.sweep.add({key: str(value) for key, value in asked.params.items()})
+        trial = self.sweep.add(asked.params)
         self.asked[trial.run] = asked
         return trial
 
@@ -271,8 +268,10 @@ def sweep_command(
     runs = f"{count(max(search.size, len(sweep.trials)), 'run')}{more}"
     print(f"{sweep.folder}: {runs}. To watch: mvp runs serve {name}", file=out, flush=True)
     is_stopped = run_all(sweep, search, jobs, nproc or 1, prune, out)
-    if any(trial.value is not None for trial in sweep.trials):
-        plot(sweep, sweep.folder / "sweep.png")
+    if ranked := [trial for trial in sweep.ranked() if trial.value is not None]:
+        values = {key: [trial.values.get(key, "-") for trial in ranked] for key in sweep.swept}
+        figures = [trial.value or 0.0 for trial in ranked]
+        plot_points(sweep.folder / "sweep.png", values, sweep.metric, figures)
     if as_json:
         facts = {"folder": str(sweep.folder), "metric": sweep.metric}
         print(json.dumps({**facts, "trials": list(map(asdict, sweep.ranked()))}, indent=2))
@@ -321,9 +320,7 @@ def read_sweep(config: str, overrides: Sequence[str]) -> Sweep:
     return Sweep(config, fixed, swept, metric, composed.checkpoint.best_mode == "min", folder)
 
 
-def run_all(
-    sweep: Sweep, search: Grid | OptunaSearch, jobs: int, nproc: int, prune: bool, out: Any
-) -> bool:
+def run_all(sweep: Sweep, search: Grid, jobs: int, nproc: int, prune: bool, out: Any) -> bool:
     """Run the trials, `jobs` at a time; returns whether a signal stopped them."""
     running: dict[int, tuple[Trial, subprocess.Popen[bytes]]] = {}  # by their place among the jobs
     is_stopping = False
@@ -333,6 +330,8 @@ def run_all(
                 if signals.requested or (trial := search.next()) is None:
                     break
                 trial.state = "running"
+                while sweep.run(trial).is_live() and not signals.requested:
+                    time.sleep(POLL_SECONDS)  # of a sweep that was killed: it saves
                 running[place] = trial, start(sweep, trial, place, jobs, nproc)
                 sweep.save()
                 print(f"{trial.run}  {' '.join(trial.words)}", file=out, flush=True)
@@ -366,11 +365,12 @@ def start(sweep: Sweep, trial: Trial, place: int, jobs: int, nproc: int) -> subp
     words = ["-m", "mvp_engine.cli", "train", sweep.config, *sweep.fixed, *trial.words]
     words += [f"run_id={trial.run}", "resume=auto", "--nproc", str(nproc)]
     environment = dict(os.environ)
-    files = sorted(file.name.removeprefix("nvidia") for file in Path("/dev").glob("nvidia[0-9]*"))
+    files = [file.name.removeprefix("nvidia") for file in Path("/dev").glob("nvidia[0-9]*")]
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(files)).split(",")
-    if jobs > 1:
+    if jobs > 1 and all(gpus):  # else there are none, or it is not known which
         own = [gpus[(place * nproc + rank) % len(gpus)] for rank in range(nproc)]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(own))
+    if jobs > 1:
         cores = max(1, (os.cpu_count() or 1) // (jobs * nproc))
         environment.setdefault("OMP_NUM_THREADS", str(cores))
     with sweep.output(trial).open("ab") as output:
@@ -394,31 +394,10 @@ def print_table(sweep: Sweep) -> None:
     table = Table("run", *sweep.swept, sweep.metric, "step", "state", box=None, pad_edge=False)
     ranked = sweep.ranked()
     for trial in ranked:
-        values = [trial.values.get(key, "-") for key in sweep.swept]
+        values = [str(trial.values.get(key, "-")) for key in sweep.swept]
         step = "-" if trial.step is None else str(trial.step)
         table.add_row(trial.run, *values, number(trial.value), step, trial.state)
     print()
     Console(highlight=False, width=None if sys.stdout.isatty() else 160).print(table)
     if ranked[0].value is not None:
         print(f"\nbest: {' '.join(ranked[0].words)}\n{sweep.folder / 'sweep.png'}")
-
-
-def plot(sweep: Sweep, file: Path) -> None:
-    """The best value of each run over the values of each key."""
-    ranked = [trial for trial in sweep.ranked() if trial.value is not None]
-    figure = new_figure(4.2 * len(sweep.swept), 3.6)
-    axes = figure.subplots(1, len(sweep.swept), squeeze=False)[0]
-    for axis, key in zip(axes, sweep.swept, strict=True):
-        texts = [trial.values.get(key, "-") for trial in ranked]
-        try:
-            places: list[Any] = [float(text) for text in texts]
-            if min(places) > 0 and max(places) > 20 * min(places):
-                axis.set_xscale("log")
-        except ValueError:  # names
-            places = texts
-        values = [trial.value for trial in ranked]
-        axis.scatter(places, values, color=COLOURS[0])
-        axis.scatter(places[:1], values[:1], color=COLOURS[2], label="best", zorder=3)
-        axis.set(xlabel=key, ylabel=sweep.metric)
-        axis.legend(frameon=False)
-    save_png(figure, file)

@@ -160,7 +160,7 @@ def test_several_runs_are_drawn_over_each_other_or_side_by_side_on_equal_axes(ru
         nonsense = parts(server, "run=..&run=nowhere&window=a,b&step=x")
     assert both["plots"].count("<figcaption>loss</figcaption>") == 1
     assert "2 runs" in both["head"]
-    assert "optim.lr" in both["tables"]
+    assert "optim.lr" in both["compare"]
     for name in ("old", "new"):
         assert f"<figcaption>loss, {name}</figcaption>" in beside
     ends = [text.split("]")[0] for text in beside.split("data-plot=")[1:3]]
