@@ -1,16 +1,39 @@
 """Atomic writes: a file, folder or symlink gets its final name only when it is complete.
 
 Everything is written under a temporary name in the same folder, flushed to disk and then renamed, so a crash leaves
-the old version or none. This module imports no torch.
+the old version or none. Whether a path is a URL is here, too. This module imports no torch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+
+SCHEMES = ("s3", "gs", "gcs", "az", "abfs", "abfss", "http", "https", "hf", "memory", "file")
+URL_FILE = ".store-url"  # in the cache of `stores.py`, above the versions of a file
+_URL = re.compile(rf"[a-z][a-z0-9+.-]+://|({'|'.join(SCHEMES)}):/(?!/)")
+
+
+def is_url(path: str | Path) -> bool:
+    """Whether a path is a URL (`stores.py`), also one that `Path` has turned into `s3:/bucket/key`."""
+    return _URL.match(os.fspath(path)) is not None
+
+
+def as_url(path: str | Path) -> str:
+    """The URL as text, with both of its slashes, which `Path` drops."""
+    return re.sub(r"^([a-z0-9]+):/(?!/)", r"\1://", os.fspath(path))
+
+
+def url_of(path: Path) -> str | None:
+    """The URL of a file or folder in the cache of stores, which is CACHE/../KEY/VERSION/NAME; None for other paths."""
+    for home in path.parents:
+        if (home / URL_FILE).is_file():
+            return "/".join([(home / URL_FILE).read_text(), *path.relative_to(home).parts[2:]])
+    return None
 
 
 @contextlib.contextmanager

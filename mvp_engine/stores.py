@@ -5,7 +5,7 @@ retries with backoff that end with the URL and the last error, files that are re
 bounded size that the processes of a machine share. Environment variables: `MVP_STORE_SECONDS` (how long a failing
 request is retried, 300), `MVP_STORE_CACHE` (the folder), `MVP_STORE_CACHE_GIB` (its size). No torch is imported.
 
-    CACHE/ab/<hash of the URL>/.url             which URL it is
+    CACHE/ab/<hash of the URL>/.store-url       which URL it is
     CACHE/ab/<hash of the URL>/<version>/NAME   a version of the file, or of a folder with files
     CACHE/kept/                                 what running processes keep: these versions are not evicted
 """
@@ -32,8 +32,19 @@ from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from mvp_engine.errors import UserError
-from mvp_engine.files import atomic_path, atomic_write_text, is_inside, remove
+from mvp_engine.files import (
+    SCHEMES,
+    URL_FILE,
+    as_url,
+    atomic_path,
+    atomic_write_text,
+    is_inside,
+    is_url,
+    remove,
+    url_of,
+)
 
+__all__ = ["as_url", "is_url", "url_of"]  # and all that is defined here
 LOGGER = logging.getLogger("mvp_engine")
 CHUNK_BYTES = 16 << 20  # of one request
 BLOCK_BYTES = 1 << 20  # the buffer of a file that is read by ranges
@@ -45,8 +56,6 @@ GIB = 1 << 30
 PACKAGES = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs")}
 PACKAGES |= {"az": ("adlfs", "azure"), "abfs": ("adlfs", "azure"), "abfss": ("adlfs", "azure")}
 PACKAGES |= {"http": ("aiohttp", "http"), "https": ("aiohttp", "http")}
-SCHEMES = (*PACKAGES, "hf", "memory", "file")
-_URL = re.compile(rf"[a-z][a-z0-9+.-]+://|({'|'.join(SCHEMES)}):/(?!/)")
 _USER = re.compile(
     r"(?<=://)[^/@\s]*:[^/@\s]*(?=@)|((?<=http://)|(?<=https://)|(?<=s3://)|(?<=gs://))[^/@\s]+(?=@)"
 )
@@ -75,16 +84,6 @@ class Entry(NamedTuple):
 
 
 # ---- URLs ---------------------------------------------------------------------------------------
-
-
-def is_url(path: str | Path) -> bool:
-    """Whether a path is a URL, also one that `Path` has turned into `s3:/bucket/key`."""
-    return _URL.match(os.fspath(path)) is not None
-
-
-def as_url(path: str | Path) -> str:
-    """The URL as text, with both of its slashes, which `Path` drops."""
-    return re.sub(r"^([a-z0-9]+):/(?!/)", r"\1://", os.fspath(path))
 
 
 def join_url(folder: str | Path, name: str) -> str:
@@ -239,10 +238,10 @@ def list_files(url: str | Path) -> dict[str, Entry]:
     url = as_url(url)
 
     def work(fs: Any, path: str) -> dict[str, Entry]:
-        if url.startswith("http") and not _MAGIC.search(path) and not path.endswith("/"):
-            found = {path: fs.info(path)}
-        elif _MAGIC.search(path):
+        if is_pattern:
             found = fs.glob(path, detail=True)
+        elif url.startswith("http") and not path.endswith("/"):
+            found = {path: fs.info(path)}
         else:
             found = fs.find(path, detail=True)
         whole = fs._strip_protocol(fixed)
@@ -254,13 +253,18 @@ def list_files(url: str | Path) -> dict[str, Entry]:
                 files[f"{fixed}/{below}" if below else fixed] = _entry(info)
         return files
 
-    is_pattern = _MAGIC.search(url) and not (url.startswith("http") and "*" not in url)
+    is_pattern = _is_pattern(url)
     # The part before the first pattern: names that a store returns may lack the scheme, or have another one.
     fixed = _MAGIC.split(url)[0].rpartition("/")[0] if is_pattern else url.rstrip("/")
     try:
         return dict(sorted(_request(url, "listing", work).items()))
     except MissingUrl:
         return {}
+
+
+def _is_pattern(url: str) -> bool:
+    """Whether it is a glob pattern; in an address of the web, `?` begins the query."""
+    return re.search(r"[*\[]" if url.startswith("http") else _MAGIC, url) is not None
 
 
 def list_url(url: str | Path) -> list[str]:
@@ -451,21 +455,9 @@ def local_paths(url: str | Path) -> list[Path]:
     """Local copies of what a source names: of files and patterns the files, of a folder the folder. Kept."""
     url = as_url(url)
     files = list_url(url)
-    if files and url not in files and not _MAGIC.search(url):
+    if files and url not in files and not _is_pattern(url):
         return [local_folder(url)]
     return [local_copy(file, keep=True) for file in files]
-
-
-def url_of(path: Path) -> str | None:
-    """The URL of a file or folder that the cache holds; None for other paths."""
-    root = cache_folder()
-    if not path.is_relative_to(root):
-        return None
-    parts = path.relative_to(root).parts
-    file = root.joinpath(*parts[:2], ".url")
-    if len(parts) < 4 or not file.is_file():
-        return None
-    return "/".join([file.read_text(), *parts[4:]])
 
 
 def _fetch(url: str, version: Path, files: dict[str, tuple[str, Entry]], keep: bool) -> None:
@@ -475,7 +467,7 @@ def _fetch(url: str, version: Path, files: dict[str, tuple[str, Entry]], keep: b
         version.parent.mkdir(parents=True, exist_ok=True)
         with _locked(version.parent / ".lock"):
             version.mkdir(parents=True, exist_ok=True)
-            atomic_write_text(version.parent / ".url", url)
+            atomic_write_text(version.parent / URL_FILE, url)
             _used(version, keep)
             missing = {
                 name: file for name, file in missing.items() if not (version / name).is_file()
@@ -562,11 +554,13 @@ class _Cache:
         with self._lock:
             if str(version) in self._kept:
                 return
-            if self._file is None:
+            while self._file is None or not os.path.exists(self._file.name):
+                # Without the lock, for a moment, it may be deleted as that of a process that has ended.
                 folder = self.root / "kept"
                 folder.mkdir(parents=True, exist_ok=True)
                 self._file = open(folder / f"{os.getpid()}-{time.time_ns()}", "a")  # noqa: SIM115
                 fcntl.flock(self._file, fcntl.LOCK_EX)
+                self._file.writelines(f"{one}\n" for one in self._kept)
             self._kept.add(str(version))
             self._file.write(f"{version}\n")
             self._file.flush()

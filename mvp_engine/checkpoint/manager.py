@@ -12,30 +12,37 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mvp_engine.checkpoint import format as checkpoint_format
 from mvp_engine.checkpoint.format import META, Shard
-from mvp_engine.checkpoint.remote import RemoteRun, cached_checkpoint, steps_to_delete
 from mvp_engine.config.schema import Checkpoint
 from mvp_engine.distributed import World
 from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError, similar_path
-from mvp_engine.files import atomic_symlink, remove, remove_atomically, temporary_path
+from mvp_engine.files import (
+    as_url,
+    atomic_symlink,
+    is_url,
+    remove,
+    remove_atomically,
+    temporary_path,
+)
 from mvp_engine.runs import (
     DIVERGED_PREFIX,
     STEP_PREFIX,
-    Run,
     best_checkpoint,
     checkpoint_step,
     complete_checkpoints,
 )
-from mvp_engine.stores import as_url, is_url
+
+if TYPE_CHECKING:
+    from mvp_engine.checkpoint.remote import RemoteRun
 
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -68,6 +75,9 @@ class CheckpointManager:
         world.barrier()
         self.remote: RemoteRun | None = None
         if config.remote is not None:
+            from mvp_engine.checkpoint.remote import RemoteRun
+            from mvp_engine.runs import Run
+
             self.remote = RemoteRun(Run(folder.parent), config, world)
             self._upload_newest()
 
@@ -100,7 +110,7 @@ class CheckpointManager:
         busy = self.world.any(self.remote.busy)[0]
         if busy and self.world.is_main:
             LOGGER.warning(
-                "the checkpoint of step %d stays here: the upload of step %s has not ended. The next one is uploaded",
+                "the checkpoint of step %d is not uploaded now: the upload of step %s has not ended",
                 step,
                 self.remote.uploading,
             )
@@ -244,6 +254,15 @@ class CheckpointManager:
                 remove_atomically(found[step])
 
 
+def steps_to_delete(steps: Sequence[int], best: int | None, config: Checkpoint) -> list[int]:
+    """All but the newest `keep_n`, every `keep_every`-th step and the best one."""
+    if config.keep_n is None:
+        return []
+    every = config.keep_every
+    old = sorted(steps)[: -config.keep_n]
+    return [step for step in old if step != best and not (every and step % every == 0)]
+
+
 def recover(folder: Path) -> None:
     """Publish the checkpoints of a run that were complete when its process was killed, just before the rename."""
     for temporary in folder.glob(f".tmp-{STEP_PREFIX}*"):
@@ -258,6 +277,8 @@ def find_checkpoint(path: Path, best: bool = False) -> Path:
     One at a URL is downloaded into the cache.
     """
     if is_url(path):
+        from mvp_engine.checkpoint.remote import cached_checkpoint
+
         return cached_checkpoint(as_url(path), best)
     checkpoint_format.publish_leftover(path)
     if (path / META).is_file():

@@ -17,12 +17,14 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mvp_engine import stores
 from mvp_engine.checkpoint.format import META, CorruptCheckpoint, verify
+from mvp_engine.checkpoint.manager import steps_to_delete
 from mvp_engine.config.schema import Checkpoint
 from mvp_engine.distributed import World
 from mvp_engine.distributed.world import raise_on_all_ranks
@@ -34,15 +36,6 @@ LOGGER = logging.getLogger("mvp_engine")
 POLL_SECONDS = 0.2
 FOLDER = "checkpoints"
 PARTS = "parts"
-
-
-def steps_to_delete(steps: Sequence[int], best: int | None, config: Checkpoint) -> list[int]:
-    """All but the newest `keep_n`, every `keep_every`-th step and the best one."""
-    if config.keep_n is None:
-        return []
-    every = config.keep_every
-    old = sorted(steps)[: -config.keep_n]
-    return [step for step in old if step != best and not (every and step % every == 0)]
 
 
 def manifests(run_url: str) -> dict[int, str]:
@@ -270,7 +263,8 @@ def fetch_newest(run_url: str, folder: Path, after: int, world: World) -> Path |
         try:
             found = _fetch(stored[step], folder, world)
         except CorruptCheckpoint as error:
-            LOGGER.warning("%s, from %s; an older one is used instead", error, stored[step])
+            if world.is_main:
+                LOGGER.warning("%s %s: an older one is used instead", error, stored[step])
             continue
         best = (json.loads((found / META).read_text()).get("best") or {}).get("step")
         if best in stored and not (folder / f"{STEP_PREFIX}{best:08d}" / META).is_file():
@@ -299,10 +293,10 @@ def _fetch(manifest: str, folder: Path, world: World) -> Path:
             size = (temporary / name).stat().st_size
             if size != files[name]:
                 raise CorruptCheckpoint(f"{url}/{name} has {size} bytes, not {files[name]}")
-        verify(temporary, world.rank, world.size)
 
     try:
         run_in_thread(work, world)
+        run_in_thread(partial(verify, temporary, world.rank, world.size), world)
         if world.is_main:
             remove(final)
             temporary.rename(final)

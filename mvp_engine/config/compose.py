@@ -36,7 +36,6 @@ from mvp_engine.config.schema import Config
 from mvp_engine.errors import UserError, did_you_mean, similar_path
 from mvp_engine.imports import spec_file
 from mvp_engine.runs import flat_keys
-from mvp_engine.stores import refuse_credentials
 
 if TYPE_CHECKING:
     from mvp_engine.engine import Engine
@@ -371,7 +370,10 @@ def read_draft(path: str | Path, overrides: Sequence[str] = ()) -> Draft:
     except (OmegaConfBaseException, TypeError) as error:  # TypeError: a name as the index of a list
         raise UserError(f"{short_path(file)} does not compose: {_in_one_line(error)}") from None
     for key, value in flat_keys(values).items():
-        refuse_credentials(str(value), f"{key}=")
+        if "://" in str(value):
+            from mvp_engine.stores import refuse_credentials
+
+            refuse_credentials(str(value), f"{key}=")
     files = [ConfigFile(DEFAULTS, ""), *inheritance.trees]
     return Draft(files, list(overrides), {str(key): values[key] for key in values}, missing)
 

@@ -21,7 +21,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from mvp_engine import plugins
-from mvp_engine.stores import is_url
+from mvp_engine.files import is_url
 
 
 class Section(BaseModel):

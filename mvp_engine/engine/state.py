@@ -20,12 +20,11 @@ from torch import Tensor
 
 from mvp_engine.checkpoint import CorruptCheckpoint, SavedState
 from mvp_engine.checkpoint.manager import find_checkpoint, recover
-from mvp_engine.checkpoint.remote import adopt_run, fetch_newest, manifests, newest_run
 from mvp_engine.checkpoint.state import read_state
 from mvp_engine.config.schema import Config
 from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
 from mvp_engine.errors import JOB_ID, UserError, count
-from mvp_engine.files import atomic_write_text, remove
+from mvp_engine.files import as_url, atomic_write_text, is_url, remove
 from mvp_engine.hf.model.model_parts import table, trained_parts
 from mvp_engine.runs import (
     CORRUPT_PREFIX,
@@ -37,7 +36,6 @@ from mvp_engine.runs import (
     launcher_id,
     list_runs,
 )
-from mvp_engine.stores import as_url, is_url, join_url, url_name
 
 if TYPE_CHECKING:
     from mvp_engine.config.schema import Parallel
@@ -122,16 +120,28 @@ def choose_start(config: Config) -> Start:
 
 def _newer_remote_run(config: Config, root: Path, local: list[Run]) -> list[Run]:
     """The newest run of this name at `checkpoint.remote`, as a run folder here, unless a local one is newer."""
-    remote = config.checkpoint.remote
-    found = remote and newest_run(remote, config.run_name, config.run_id)
+    if config.checkpoint.remote is None:
+        return []
+    from mvp_engine.checkpoint.remote import newest_run
+
+    found = newest_run(config.checkpoint.remote, config.run_name, config.run_id)
     if not found or (local and local[0].info["created"] > found[0]):
         return []
     return [_adopt(found[1], root)]
 
 
+def _remote_steps(url: str) -> list[int]:
+    """The steps of the complete checkpoints of the run at a URL."""
+    from mvp_engine.checkpoint.remote import manifests
+
+    return [*manifests(url)]
+
+
 def _adopt(url: str, root: Path) -> Run:
     """The run folder of a run at a URL; its files are downloaded if it is not there."""
-    run = Run(root / url_name(url))
+    from mvp_engine.checkpoint.remote import adopt_run
+
+    run = Run(root / url.rpartition("/")[2])
     if not (run.dir / "run.json").is_file():
         run.dir.mkdir(parents=True, exist_ok=True)
         adopt_run(url, run.dir)
@@ -142,7 +152,7 @@ def _resume_url(url: str, config: Config, root: Path) -> Start:
     """Continue the run at a URL, or start a new run from a checkpoint there, or read one."""
     step = checkpoint_step(Path(url))
     if config.workflow == "train" and step is None:
-        if not manifests(url):
+        if not _remote_steps(url):
             raise UserError(f"resume={url}: there is no run with a complete checkpoint")
         return _resume(_adopt(url, root), config, f"resume={url}", url)
     run = _new_run(config, root)
@@ -162,6 +172,8 @@ def download_checkpoint(start: Start, world: World, workflow: str) -> Start:
         get = partial(find_checkpoint, Path(start.remote), best)
         world.once_per_node(get, f"checkpoint/{start.run.id}")
         return replace(start, checkpoint=get())
+    from mvp_engine.checkpoint.remote import fetch_newest
+
     local = world.broadcast(start.run.checkpoint_list()[-1:])
     after = max((checkpoint_step(path) or 0 for path in local), default=-1)
     found = fetch_newest(start.remote, start.run.checkpoints, after, world)
@@ -187,13 +199,13 @@ def _new_run(config: Config, root: Path) -> Run:
 def _resume(run: Run, config: Config, why: str, url: str | None = None) -> Start:
     """Continue a run from its newest checkpoint: here, or at its `url`, by default in `checkpoint.remote`."""
     if config.checkpoint.remote is not None and url is None:
-        url = join_url(config.checkpoint.remote, run.id)
+        url = f"{config.checkpoint.remote.rstrip('/')}/{run.id}"
     if config.workflow == "train":
         run.lock()
         recover(run.checkpoints)
     checkpoints = run.checkpoint_list()
     if config.workflow != "train":
-        if not checkpoints and url is not None and manifests(url):
+        if not checkpoints and url is not None and _remote_steps(url):
             return Start(run, None, f"{why}: {config.workflow} with {url}", url, owned=False)
         if not checkpoints:
             raise UserError(
@@ -204,8 +216,10 @@ def _resume(run: Run, config: Config, why: str, url: str | None = None) -> Start
         return Start(run, best, f"{why}: {config.workflow} with {best}{which}", owned=False)
     checkpoint = checkpoints[-1] if checkpoints else None
     step = -1 if checkpoint is None else checkpoint_step(checkpoint) or 0
-    newest = max(manifests(url), default=-1) if url is not None else -1
+    newest = max(_remote_steps(url), default=-1) if url is not None else -1
     if url is not None and newest > step:
+        from mvp_engine.checkpoint.remote import adopt_run
+
         adopt_run(url, run.dir)  # with the metrics until then
         step = newest
         checkpoint = run.checkpoints / f"{STEP_PREFIX}{step:08d}"

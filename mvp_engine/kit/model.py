@@ -20,13 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from mvp_engine.checkpoint.remote import run_in_thread
 from mvp_engine.config.schema import Model, Part
 from mvp_engine.data import keep_rng_state
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed.dtensor import full_tensor
 from mvp_engine.errors import UserError
-from mvp_engine.files import atomic_symlink
+from mvp_engine.files import as_url, atomic_symlink, is_url
 from mvp_engine.hf.lora.lora_export import export_adapter
 from mvp_engine.hf.lora.lora_layers import add_adapters
 from mvp_engine.hf.lora.lora_settings import Lora
@@ -39,7 +38,6 @@ from mvp_engine.kit.generation import check_writes
 from mvp_engine.model_engine import ModelEngine, ModelSource, engine_class
 from mvp_engine.model_engine.fsdp.compile import use_cache
 from mvp_engine.ops import flash_attention
-from mvp_engine.stores import as_url, is_url, upload_folder
 
 LOGGER = logging.getLogger("mvp_engine")
 
@@ -260,6 +258,9 @@ def export_folder(engine: Any) -> Path:
         with engine.eval_weights():
             engine.model_engine.export_hf(folder)
     if link is not None and is_url(link):
+        from mvp_engine.checkpoint.remote import run_in_thread
+        from mvp_engine.stores import upload_folder
+
         upload = partial(upload_folder, folder.resolve(), link, "config.json")
         run_in_thread(upload if engine.world.is_main else lambda: None, engine.world)
     elif engine.world.is_main and link is not None:

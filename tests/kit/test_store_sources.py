@@ -6,16 +6,18 @@ import json
 import shutil
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import mvp, read_metrics, user_error
-from tiny_vlm import with_images, write
+from tiny_vlm import made, qwen3_vl, with_images, write
 
 from mvp_engine import stores
 from mvp_engine.kit.data.read.media_source import open_media
 from mvp_engine.kit.data.read.row_types import BadRow, Limits
 from mvp_engine.kit.data.read.sources import Stream, open_source
 from mvp_engine.runs import list_runs
+from mvp_engine.tools import store_speed
 
 URL = "memory://data"
 ROWS = [{"prompt": f"Is {i} even?", "completion": "yes"} for i in range(10)]
@@ -127,6 +129,31 @@ def test_streams_at_a_url_are_read_without_a_copy(tmp_path):
     assert rows[-1] == ("y.tar:2", {"text": "text2"})
     assert len(rows) == 13
     assert not (tmp_path / "cache").exists()
+
+
+def test_doctor_and_check_measure_the_stores_of_a_config(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_speed, "SECONDS", 0.05)
+    rows = with_images(tmp_path, 6)
+    put("rows/x.jsonl", lines(rows))
+    images = [*tmp_path.glob("*.png")]
+    for file in images:
+        put(f"rows/{file.name}", file.read_bytes())
+    kit = made(tmp_path / "x", qwen3_vl(), sources=[{"path": f"{URL}/rows/x.jsonl"}])
+    config = SimpleNamespace(data=kit.settings, checkpoint=SimpleNamespace(remote=URL))
+    source, target = store_speed.check_stores(config)
+    assert (source.status, target.status) == ("ok", "ok")
+    assert source.facts["bytes_per_s"] > 0
+    assert "can be written" in target.text
+    assert not [name for name in stores.list_url(URL) if "doctor" in name]
+    (facts,), warnings = store_speed.feeding(config, kit, 1e-3)
+    assert not warnings
+    size = len(lines(rows)) + sum(file.stat().st_size for file in images)
+    assert facts["bytes_per_row"] == pytest.approx(size / 6)
+    _, (warning,) = store_speed.feeding(config, kit, 1e12)
+    assert "the GPU waits" in warning
+    stores.remove_url(f"{URL}/rows")
+    with user_error("nothing is there"):
+        store_speed.check_stores(config)
 
 
 @pytest.mark.slow

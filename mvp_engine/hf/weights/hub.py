@@ -27,14 +27,14 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import yaml
 from pydantic import BaseModel
 
-from mvp_engine import plugins, stores
+from mvp_engine import plugins
 from mvp_engine.config.schema import Config
 from mvp_engine.distributed import World
 from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import UserError, did_you_mean
+from mvp_engine.files import is_url, url_of
 from mvp_engine.hf.weights.load import HEADS, INDEX, SINGLE
 from mvp_engine.runs import Run
-from mvp_engine.stores import is_url
 
 LOGGER = logging.getLogger("mvp_engine")
 SCHEME = "hf://"
@@ -112,6 +112,8 @@ def local_folder(path: str | Path, *, weights: bool = False) -> Path:
     """
     repo = hub_model(path)
     if repo is None and is_url(path):
+        from mvp_engine import stores
+
         return stores.local_folder(path, None if weights else SIDE_FILES)
     if repo is None:
         return Path(path).expanduser()
@@ -147,8 +149,8 @@ def fetch_weights(folder: Path) -> Path:
     """Download the weights of a folder that `local_folder` returned, if it is a repository's; returns `folder`."""
     repo = repo_of(folder)
     if repo is None:
-        url = stores.url_of(folder)
-        return folder if url is None else stores.local_folder(url)
+        url = url_of(folder)
+        return folder if url is None else local_folder(url, weights=True)
     names = [SINGLE]
     if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
         names = ["adapter_model.safetensors"]
@@ -224,7 +226,7 @@ def repo_of(folder: Path) -> HubRepo | None:
 def portable_name(folder: Path) -> str:
     """The name to record for a model's folder: `org/name@commit` if it is in the cache, which may lie elsewhere on
     the next machine; else the absolute path."""
-    return str(repo_of(folder) or stores.url_of(folder) or folder.resolve())
+    return str(repo_of(folder) or url_of(folder) or folder.resolve())
 
 
 # ---- Errors of the Hub as user errors: what is wrong, and the command that fixes it -------------------
@@ -580,6 +582,8 @@ def _is_stored(text: str) -> bool:
 
 
 def _fetch_stored(key: str, text: str) -> None:
+    from mvp_engine import stores
+
     try:
         if key in MODEL_KEYS:
             local_folder(text, weights=key == "model.path")

@@ -16,8 +16,8 @@ from urllib.parse import unquote, urlsplit
 
 from PIL import Image
 
-from mvp_engine import stores
 from mvp_engine.errors import UserError
+from mvp_engine.files import as_url, is_url
 from mvp_engine.kit.data.read.row_types import BadRow, Limits, Part
 
 _SUFFIXES = {
@@ -122,18 +122,20 @@ def open_media(
         return _decode_data_uri(text, what)
     if text.startswith("file://"):
         text = unquote(urlsplit(text).path)
-    elif stores.is_url(text) or stores.is_url(root):
+    elif is_url(text) or is_url(root):
         return _fetch(text, limits, root, what)
     return _resolve_file(text, limits, root, what)
 
 
 def _fetch(text: str, limits: Limits, root: Path, what: str) -> Path:
     """A local copy of a file below the URL `root`. An outage is no bad row: it ends the training."""
+    from mvp_engine import stores
+
     shown = stores.redacted(text[:200])
     try:
-        if not stores.is_url(text):
+        if not is_url(text):
             text = stores.join_url(root, os.path.normpath(text))
-        folder = stores.as_url(root) if stores.is_url(root) else None
+        folder = as_url(root) if is_url(root) else None
         is_inside = folder is not None and text.startswith(f"{folder}/") and "/../" not in text
         if not is_inside and limits.allow_outside is not True:
             fix = "set the source's root to the URL of a folder above it, or data.limits.allow_outside=true"

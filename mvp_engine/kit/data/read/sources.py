@@ -33,8 +33,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mvp_engine import plugins, stores
+from mvp_engine import plugins
 from mvp_engine.errors import UserError, similar_path
+from mvp_engine.files import is_url, url_of
 from mvp_engine.imports import load_spec
 from mvp_engine.kit.data.read.media_source import require_package
 from mvp_engine.kit.data.read.row_files import (
@@ -172,11 +173,11 @@ def open_source(
 
 def _origin(file: Path) -> Path:
     """Where a file is from: the URL of one in the cache of stores, else its own path."""
-    return Path(stores.url_of(file) or file)
+    return Path(url_of(file) or file)
 
 
 def _absolute(folder: str | Path) -> Path:
-    return Path(folder) if stores.is_url(folder) else Path(folder).expanduser().absolute()
+    return Path(folder) if is_url(folder) else Path(folder).expanduser().absolute()
 
 
 def split_rows(size: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
@@ -197,8 +198,10 @@ def split_rows(size: int, fraction: float) -> tuple[np.ndarray, np.ndarray]:
 
 def expand_path(path: str | Path) -> list[str]:
     """The absolute path itself if it exists, else what it matches as a glob pattern, sorted; of a URL, URLs."""
-    if stores.is_url(path):
-        return stores.list_url(path)
+    if is_url(path):
+        from mvp_engine.stores import list_url
+
+        return list_url(path)
     absolute = os.path.abspath(os.path.expanduser(path))
     if os.path.exists(absolute):
         return [absolute]
@@ -208,8 +211,7 @@ def expand_path(path: str | Path) -> list[str]:
 def _find_files(paths: Sequence[str | Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
-        is_url = stores.is_url(path)
-        names = list(map(str, stores.local_paths(path))) if is_url else expand_path(path)
+        names = _local_copies(path) if is_url(path) else expand_path(path)
         if not names:
             is_id = _DATASET_ID.fullmatch(str(path)) and not Path(path).parent.is_dir()
             hint = f" For a dataset of the Hub, write hf://{path}" if is_id else similar_path(path)
@@ -222,6 +224,12 @@ def _find_files(paths: Sequence[str | Path]) -> list[Path]:
     return found
 
 
+def _local_copies(url: str | Path) -> list[str]:
+    from mvp_engine.stores import local_paths
+
+    return list(map(str, local_paths(url)))
+
+
 def _open_path(path: Path, name: str, root: Path) -> list[RowFile]:
     if path.is_dir():
         return _open_folder(path, name, root)
@@ -230,7 +238,7 @@ def _open_path(path: Path, name: str, root: Path) -> list[RowFile]:
 
 
 def _relative(folder: Path, root: Path) -> str:
-    return os.path.relpath(_origin(folder / "x").parent if stores.is_url(root) else folder, root)
+    return os.path.relpath(_origin(folder / "x").parent if is_url(root) else folder, root)
 
 
 def _open_file(file: Path, name: str) -> RowFile:
@@ -482,7 +490,7 @@ def _open_parts(path: str) -> Sequence[str | RowFunction]:
 
 
 def _is_fifo(path: str) -> bool:
-    return not stores.is_url(path) and stat.S_ISFIFO(os.stat(path).st_mode)
+    return not is_url(path) and stat.S_ISFIFO(os.stat(path).st_mode)
 
 
 def _copy_mapping(row: Any) -> dict[str, Any]:
@@ -503,10 +511,19 @@ def _json_line_rows(path: str, max_text: int | None) -> Iterator[tuple[str, Read
         raise UserError(f"data: {path} cannot be read to its end: {error}") from None
 
 
+def _open_bytes(path: str) -> Any:
+    """A file for reading; one at a URL by ranges."""
+    if not is_url(path):
+        return open(path, "rb")
+    from mvp_engine.stores import open_url
+
+    return open_url(path)
+
+
 def _open_lines(path: str) -> AbstractContextManager[Iterable[bytes]]:
     if path == _STDIN:
         return nullcontext(sys.stdin.buffer)
-    file = stores.open_url(path, block=stores.CHUNK_BYTES)
+    file = _open_bytes(path)
     return gzip.open(file) if path.lower().endswith(".gz") else file
 
 
@@ -518,7 +535,7 @@ def _tar_rows(path: str) -> Iterator[tuple[str, ReadRow]]:
     can_seek = path.lower().endswith(".tar")
     mode: Any = "r:" if can_seek else "r|*"
     try:
-        with stores.open_url(path) as file, tarfile.open(fileobj=file, mode=mode) as tar:
+        with _open_bytes(path) as file, tarfile.open(fileobj=file, mode=mode) as tar:
             members = (_without_link(member) for member in filter(is_sample_member, tar))
             for key, group in groupby(members, key=lambda member: sample_key(member.name)):
                 read: ReadRow
