@@ -101,6 +101,9 @@ class Engine(EngineHooks):
     # ---- Workflows ------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
+        if self._training:  # it would build the model again, and an export would have those weights
+            more = f"mvp_engine.load({str(self.run.dir)!r}).continue_training(steps=...)"
+            raise UserError(f"this engine has trained already; {more} trains on")
         message = "finishing this step, then saving. Ctrl-C once more leaves at once."
         stop = StopSignals(message if self.world.is_main else "", failed=self.world.has_failed)
         with stop as self.signals:
