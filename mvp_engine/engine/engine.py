@@ -344,6 +344,7 @@ class Engine(EngineHooks):
             evaluated = sum(1 for _ in self.model_engine.infer_micro_batches(micro_batches, step))
             ctx.is_dummy = False
             self.eval_end(ctx)
+            self.eval_tasks(ctx)
         set_rng_state(outside)
         if not any(self.world.any(evaluated > 0)):
             raise UserError(
