@@ -35,7 +35,7 @@ from mvp_engine.kit.data.read.media_source import require_package
 from mvp_engine.kit.data.read.row_types import BadRow, RowFormat
 from mvp_engine.kit.decoding import Decoding, complete, stop_at
 from mvp_engine.kit.examples import rewrite_page
-from mvp_engine.kit.generation import encode_prompt
+from mvp_engine.kit.generation import check_writes, encode_prompt
 from mvp_engine.kit.settings import HarnessTask
 from mvp_engine.log.format import number
 
@@ -146,8 +146,8 @@ class Requests:
                 parts = [build(i).without_targets() for i in group]
                 prompts = PackedBatch.concat(parts) if parts else None
                 written = complete(engine.model_engine, prompts, decoding, group or None)
-                for i, one in zip(group, written, strict=True):
-                    text = engine.tokenizer.decode(one.tokens, skip_special_tokens=True)
+                for i, completion in zip(group, written, strict=True):
+                    text = engine.tokenizer.decode(completion.tokens, skip_special_tokens=True)
                     for end in until:
                         text = text.partition(end)[0]
                     found[i] = text
@@ -220,7 +220,7 @@ def lm_class() -> Any:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.utils import resolve_max_length
 
-    class EngineLM(HFLM):  # type: ignore[misc]
+    class EngineLM(HFLM):
         """Tokenizes and truncates as lm-eval does for `--model hf`."""
 
         def __init__(self, requests: Requests) -> None:
@@ -282,7 +282,7 @@ def lmms_class() -> Any:
     from lmms_eval.api.instance import GenerationResult
     from lmms_eval.api.model import lmms
 
-    class EngineLMMS(lmms):  # type: ignore[misc]
+    class EngineLMMS(lmms):
         """Generation gets conversations (`doc_to_messages`), log-likelihoods a text and media (`doc_to_visual`)."""
 
         def __init__(self, requests: Requests, is_simple: bool, system: str | None) -> None:
@@ -404,6 +404,7 @@ def evaluate(engine: Any, tasks: Tasks | None = None) -> dict[str, float | None]
 
 def run_tasks(engine: Any, ctx: StepContext, tasks: Tasks) -> None:
     """Run tasks and log their metrics. All ranks call it, in `eval_mode`."""
+    check_writes(engine.model, "eval_harness")
     before = rng_state()
     requests = Requests(engine, ctx.step)
     logged: dict[str, float] = {}

@@ -11,13 +11,14 @@ import pytest
 import soundfile
 import torch
 import transformers as hf
-from conftest import mvp, user_error
+from conftest import ROOT, mvp, user_error
 from PIL import Image
 from run_files import json_lines
 from templates.tiny import FOLDER, tokenizer
 from tiny_vlm import TEXT, with_images, write
 
 import mvp_engine
+from mvp_engine.config.compose import compose
 from mvp_engine.kit import harness
 
 TASKS = Path(__file__).with_name("harness_tasks")
@@ -219,6 +220,8 @@ def test_tasks_that_cannot_run_are_errors_before_the_training(config, monkeypatc
         mvp_engine.train(config, "eval_harness.tasks=[none.yaml]")
     with user_error("eval_harness.tasks: mm:x: give a name, a file, lm:NAME or lmms:NAME"):
         mvp_engine.train(config, "eval_harness.tasks=['mm:x']")
+    with user_error("eval_harness: RL runs have no tasks of harnesses"):
+        compose(ROOT / "recipes/grid_rl/configs/rl.yaml", ["eval_harness.tasks=[gsm8k]"])
     monkeypatch.setattr(harness, "PACKAGES", {"lm": "no_lm_eval", "lmms": "no_lmms_eval"})
     with user_error("needs the package no-lm-eval: pip install 'mvp-engine.lm-eval.'"):
         mvp_engine.train(config, "eval_harness.tasks=[gsm8k]")
