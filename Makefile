@@ -109,7 +109,7 @@ test-ray:
 test-harness:
 	@uv=$$(command -v uv || echo "python3 -m uv"); \
 	$$uv venv --quiet --allow-existing --python 3.11 .venvs/harness && \
-	$$uv pip install --quiet --python .venvs/harness/bin/python --constraint constraints.txt --editable '.[dev,lmms-eval]' && \
+	$$uv pip install --quiet --python .venvs/harness/bin/python --constraint constraints.txt --editable '.[dev,lmms-eval]' nbclient ipykernel && \
 	$$uv pip install --quiet --python .venvs/harness/bin/python --no-deps lmms-eval==0.7.3
 	@.venvs/harness/bin/pytest --campaign tests/kit/test_harness.py tests/log/test_notebook.py tests/test_python_api.py
 
