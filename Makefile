@@ -4,7 +4,7 @@ PY := .venv/bin/python
 CONFIG := recipes/digits_vlm/configs/train.yaml
 RL := recipes/grid_rl/configs
 
-.PHONY: setup demo rl-demo docs test-notebooks test test-quick test-gpu test-campaign fault-campaign test-versions test-megatron test-ray test-stores goldens lint format clean
+.PHONY: setup demo rl-demo docs test-notebooks test test-quick test-gpu test-campaign fault-campaign test-versions test-megatron test-ray test-harness test-stores goldens lint format clean
 
 # Three workers for two cores, since ranks wait for each other; each has its own rank processes, 1.5 GiB in all. A file
 # stays on one worker, so that module fixtures are built once; conftest.py puts the longest files first, so that all
@@ -124,7 +124,15 @@ test-ray:
 	$$uv venv --quiet --allow-existing --python 3.11 .venvs/ray && \
 	$$uv pip install --quiet --python .venvs/ray/bin/python --constraint constraints.txt --editable '.[dev,ray]'
 	@.venvs/ray/bin/pytest --campaign -k ray tests/worker/test_ray_guard.py tests/worker/test_ray_launcher.py \
-	  tests/recipes/test_episode_runs.py tests/test_nodes.py
+	  tests/recipes/test_episode_runs.py tests/test_nodes.py tests/test_python_api.py
+
+# Tasks of lm-eval and lmms-eval, in an environment of its own below .venvs/.
+test-harness:
+	@uv=$$(command -v uv || echo "python3 -m uv"); \
+	$$uv venv --quiet --allow-existing --python 3.11 .venvs/harness && \
+	$$uv pip install --quiet --python .venvs/harness/bin/python --constraint constraints.txt --editable '.[dev,lmms-eval]' nbclient ipykernel && \
+	$$uv pip install --quiet --python .venvs/harness/bin/python --no-deps lmms-eval==0.7.3
+	@.venvs/harness/bin/pytest --campaign tests/kit/test_harness.py tests/log/test_notebook.py tests/test_python_api.py
 
 # Training from and to a local S3 server that fails in every way, in an environment of its own below .venvs/: botocore
 # needs an older python-dateutil than constraints.txt has.

@@ -32,6 +32,7 @@ from mvp_engine.errors import UserError
 from mvp_engine.files import atomic_write_text
 from mvp_engine.kit.decoding import Decoding, complete, stop_at
 from mvp_engine.kit.generation import encode_prompt
+from mvp_engine.kit.settings import EvalHarness
 from mvp_engine.launch import join, run_workflow
 from mvp_engine.log import LogHub
 from mvp_engine.log.backends import RunInfo
@@ -162,12 +163,22 @@ class Training:
     def metrics(self) -> Metrics:
         return Metrics(self.run.records())
 
-    def evaluate(self) -> dict[str, float | None]:
-        """The metrics of the held-out rows by the weights in memory; `evaluate.jsonl` of the run gets them too."""
-        engine = self.engine
+    def evaluate(
+        self, tasks: Sequence[str | Mapping[str, Any]] | None = None
+    ) -> dict[str, float | None]:
+        """The metrics of the held-out rows by the weights in memory; `evaluate.jsonl` of the run gets them too.
+
+        `tasks`: of evaluation harnesses instead, as in `eval_harness.tasks`: `["gsm8k", "my/task.yaml"]`.
+        """
+        engine: Any = self.engine
         config = engine.config
         info = RunInfo(self.run, config.run_name, "evaluate", config.model_dump(), engine.step)
         with LogHub(info, config.log.backends, self._world.rank) as engine.hub:
+            if tasks is not None:
+                from mvp_engine.kit import harness
+
+                section = EvalHarness.model_validate({"tasks": list(tasks)})
+                return harness.evaluate(engine, section.tasks)
             engine.eval_metrics = engine._evaluate()
             return engine.eval_metrics
 

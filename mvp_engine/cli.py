@@ -108,14 +108,20 @@ examples:
 The runs are compared by checkpoint.best_metric.
 
 mvp evaluate -> tools.launcher:evaluate
-evaluate the best checkpoint of a run, or of a config's newest run (or resume=PATH)
+evaluate the best checkpoint of a run, or of a config's newest run (or resume=PATH), on held-out rows or on benchmarks
   CONFIG                  @config; or @run
   @overrides
+  --tasks NAME,FILE       tasks of lm-eval or lmms-eval, or YAML files in their format, instead of held-out rows
+  --limit N               of tasks: only so many of the first examples
+  --fewshot N             of tasks: solved examples in the prompt (default: as each task says)
+  --system TEXT           of tasks: the system message
+  --no-chat-template      of tasks: prompts are plain text (default: user messages, if the model has a chat template)
   @runs
   @nproc
   @nodes
 examples:
   mvp evaluate latest                               # the newest run; or a run's folder or id
+  mvp evaluate latest --tasks gsm8k,my/task.yaml --limit 200 --nproc 8
   mvp evaluate my/configs/train.yaml
   mvp evaluate my/configs/train.yaml resume=outputs/my-run/checkpoints/step_200
 

@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import sys
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ from kit.test_mllm import CONFIG
 from PIL import Image
 from run_files import json_lines
 from safetensors.torch import load_file
-from tiny_vlm import with_images, write
+from tiny_vlm import chat, with_images, write
 from torch.utils.data import Dataset
 
 import mvp_engine
@@ -73,6 +75,13 @@ def test_a_notebook_has_the_bits_of_the_command_line(config, workspace):
         assert again.generate(["What?", "And?"], images=[picture, None], max_new_tokens=4) == after
 
 
+def test_an_engine_trains_once(config):
+    with mvp_engine.train(config, *WORDS, "eval.steps=null") as run:
+        with user_error("this engine has trained already; .*continue_training"):
+            run.engine.train()
+        assert run.engine.export().is_dir()
+
+
 class ListDataset(Dataset):
     def __init__(self, rows):
         self.rows = rows
@@ -99,6 +108,17 @@ def test_rows_in_memory_train_as_the_same_rows_of_a_file(config, workspace):
     assert len(list((workspace / "outputs" / "rows").iterdir())) == 1
 
 
+def test_a_dataset_of_the_datasets_package_trains_as_its_rows(config):
+    datasets = pytest.importorskip("datasets")  # of make test-harness
+    rows = [chat(f"How many? {i}", f"{i} pictures.") for i in range(8)]
+    words = [*WORDS, "eval.steps=null", "~data.sources.images", "~data.sources.held"]
+    found = []
+    for data in (rows, datasets.Dataset.from_list(rows)):
+        with mvp_engine.train(config, *words, data=data) as run:
+            found.append(losses(run.folder))
+    assert found[0] == found[1]
+
+
 class DoubledLoss(MLLMEngine):
     def forward_step(self, ctx, micro_batch):
         loss_sum, weight = super().forward_step(ctx, micro_batch)
@@ -119,6 +139,31 @@ def test_an_engine_of_the_notebook_in_a_thread(config):
     thread.start()
     thread.join()
     assert found == [2 * expected]
+
+
+def test_trainings_in_two_threads_do_not_see_the_log_of_each_other(config):
+    words = [*WORDS, "eval.steps=null", "log.backends=[file,jsonl]"]
+    together = threading.Barrier(2, timeout=60)
+
+    class Waits(MLLMEngine):
+        def train_post_step(self, ctx):
+            together.wait()  # in the loop of both
+            self.logger.info("a message of %s", self.config.run_id)
+
+    found = {}
+
+    def work(name):
+        with mvp_engine.train(config, *words, engine=Waits, run_id=name) as run:
+            found[name] = (run.folder / "log.txt").read_text()
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name, other in (("one", "two"), ("two", "one")):
+        assert found[name].count(f"a message of {name}") == 2
+        assert f"a message of {other}" not in found[name]
 
 
 def test_messages_of_a_second_run_are_printed_once(config, capsys):
@@ -252,6 +297,27 @@ def test_two_ranks_equal_one(config, ranks2, work):
         assert [loss for *_, loss in ours] == pytest.approx(
             [loss for *_, loss in expected], abs=1e-5
         )
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="needs ray: make test-ray")
+@pytest.mark.campaign(only=True)
+def test_a_training_in_a_ray_task_has_the_bits_of_this_process(config):
+    import ray
+
+    words = [*WORDS, "eval.steps=null"]
+    expected = train_twice(config, words)
+    paths = [path for path in sys.path if path]
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}},
+    )
+    try:
+        task = ray.remote(num_cpus=1)(train_twice)
+        found = ray.get([task.remote(config, [*words, f"run_name={n}"]) for n in "ab"], timeout=240)
+    finally:
+        ray.shutdown()
+    assert found == [expected, expected]  # two tasks at once, in processes of their own
 
 
 def test_the_script_of_the_docs_runs(config, workspace):

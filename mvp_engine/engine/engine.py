@@ -104,6 +104,9 @@ class Engine(EngineHooks):
     # ---- Workflows ------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
+        if self._training:  # it would build the model again, and an export would have those weights
+            more = f"mvp_engine.load({str(self.run.dir)!r}).continue_training(steps=...)"
+            raise UserError(f"this engine has trained already; {more} trains on")
         message = "finishing this step, then saving. Ctrl-C once more leaves at once."
         stop = StopSignals(message if self.world.is_main else "", failed=self.world.has_failed)
         with stop as self.signals:
@@ -344,6 +347,7 @@ class Engine(EngineHooks):
             evaluated = sum(1 for _ in self.model_engine.infer_micro_batches(micro_batches, step))
             ctx.is_dummy = False
             self.eval_end(ctx)
+            self.eval_tasks(ctx)
         set_rng_state(outside)
         if not any(self.world.any(evaluated > 0)):
             raise UserError(

@@ -126,6 +126,9 @@ class EngineHooks:
     def eval_end(self, ctx: StepContext) -> None:
         """After the last micro-batch of an evaluation, on all ranks together: metrics that need all of them."""
 
+    def eval_tasks(self, ctx: StepContext) -> None:
+        """After `eval_end`: benchmarks of other packages, which log their scores."""
+
     def eval_weights(self) -> AbstractContextManager[None]:
         """A context in which the model has the weights to evaluate and to export: with `optim.ema` their EMA."""
         return eval_weights(self.model_engine, self.config.optim.ema, self.checkpoint)

@@ -15,11 +15,11 @@ from mvp_engine.hf.model.model_parts import trained_parts
 from mvp_engine.kit.data import MLLMDataKit
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message
 from mvp_engine.kit.data.read.rows import read_row
-from mvp_engine.kit.generation import Answer
+from mvp_engine.kit.generation import Answer, read_answers
 from mvp_engine.kit.model import export_link
 from mvp_engine.kit.row_checks import log_end_report
 from mvp_engine.report import Example, write_report
-from mvp_engine.report.facts import metric_texts
+from mvp_engine.report.facts import RunFacts, is_of_task, metric_texts
 from mvp_engine.report.page import image_file, wav_file, write_media
 
 MAX_VIDEO_FRAMES = 4
@@ -97,6 +97,16 @@ def write_report_of(engine: Any, answers: Callable[[], Sequence[Answer]]) -> Non
         engine.write_page(figures, of_all_ranks, export)
 
 
+def rewrite_page(engine: Any) -> None:
+    """Write the page of a run again, after an evaluation that the page has a table of; the answers on it stay."""
+    folder = engine.run.dir
+    if not engine.world.is_main or not (folder / "report.html").is_file():
+        return
+    facts = RunFacts(engine.run)
+    answers = read_answers(folder / "answers.jsonl", engine.data.source_names("eval"))
+    engine.write_page(facts.metrics("eval"), answers, None)
+
+
 def write_examples_page(
     engine: Any,
     figures: Mapping[str, float | None] | None,
@@ -120,6 +130,7 @@ def write_examples_page(
 def page_figures(model: nn.Module, figures: Mapping[str, float | None]) -> dict[str, str]:
     """Metrics as text, and the size of the model."""
     size = trained_parts(model)[-1]["parameters"]
+    figures = {name: value for name, value in figures.items() if not is_of_task(name)}
     return {**metric_texts(figures), "parameters": f"{size:,}"}
 
 

@@ -151,6 +151,18 @@ def write_answers(file: Path, step: int, sources: list[str], answers: list[Answe
     atomic_write_text(file, "".join(lines))
 
 
+def read_answers(file: Path, sources: list[str]) -> list[Answer]:
+    """The answers of the last evaluation that `write_answers` wrote."""
+    records = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+    last = max((record["step"] for record in records), default=0)
+    answers = []
+    for record in records:
+        if record.pop("step") == last and record["source"] in sources:
+            record |= {"source": sources.index(record["source"]), "verdict": record.pop("right")}
+            answers.append(Answer(**record))
+    return answers
+
+
 def split_prompts(batch: PackedBatch, prompt_tokens: int = 1) -> list[Prompt]:
     """Split each sequence into its prompt, for `generate`, and its last answer.
 

@@ -103,6 +103,8 @@ class MLLMEngine(Engine):
 
     def before_train(self) -> None:
         model_kit.export_link(self.config.export_link)
+        if self.config.eval_harness is not None:
+            self.harness.check(self.config.eval_harness.tasks)
         super().before_train()
         if self.data.new_rows is not None:
             model_kit.check_new_rows(self)
@@ -141,6 +143,23 @@ class MLLMEngine(Engine):
 
     def eval_end(self, ctx: StepContext) -> None:
         self.generation.answer(ctx)
+
+    def eval_tasks(self, ctx: StepContext) -> None:
+        if self.config.eval_harness is not None:
+            self.harness.evaluate_in(self, ctx)
+
+    def evaluate_tasks(self) -> dict[str, float | None]:
+        """The tasks of `eval_harness` alone, as a workflow on the checkpoint that `resume` names."""
+        self.config = self.config.model_copy(update={"workflow": "evaluate"})  # the log's name
+        self.before_evaluate()
+        return self.harness.evaluate(self)
+
+    @cached_property
+    def harness(self) -> Any:
+        """Evaluation harnesses. Only what runs their tasks imports them."""
+        from mvp_engine.kit import harness
+
+        return harness
 
     def generation_rows(self, micro_batch: PackedBatch) -> Tensor:
         """Which sequences of an evaluation get a generated answer: a mask. By default every n-th sample."""

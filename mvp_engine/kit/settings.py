@@ -5,9 +5,9 @@ Sections of the data, the optimizer and LoRA are next to their code.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from mvp_engine import plugins
 from mvp_engine.config.schema import Config, Count, Eval, Fraction, NonNegative, Section
@@ -44,6 +44,33 @@ class MLLMEval(Eval):
     """Generate answers in every evaluation; null: evaluations have losses only."""
 
 
+class HarnessTask(Section):
+    """A task of an evaluation harness, with settings that differ from its own."""
+
+    task: str
+    """A task or group of lm-eval or lmms-eval, or a YAML file in its format; lm:NAME, lmms:NAME: of this harness."""
+    limit: Count | None = None
+    """Only so many of its first examples; null: all."""
+    fewshot: Annotated[int, Field(ge=0)] | None = None
+    """Solved examples in the prompt; null: as the task says."""
+    chat_template: bool | None = None
+    """Prompts are user messages (of lmms-eval always); null: if the model has a chat template."""
+    system: str | None = None
+    """The system message."""
+
+
+_BY_NAME = AfterValidator(lambda one: HarnessTask(task=one) if isinstance(one, str) else one)
+
+
+class EvalHarness(Section):
+    """Tasks of lm-eval and lmms-eval in evaluations."""
+
+    tasks: Annotated[list[Annotated[str | HarnessTask, _BY_NAME]], Field(min_length=1)]
+    """Names, files, or {task: NAME, limit: ..., fewshot: ..., chat_template: ..., system: ...} (docs/harness.md)."""
+    every: Count = 1
+    """Run them in every n-th evaluation of a training, and in the last one."""
+
+
 class MLLMConfig(Config):
     """The config of an MLLMEngine."""
 
@@ -52,6 +79,8 @@ class MLLMConfig(Config):
     """Sources of rows, packs, loading, limits of media."""
     eval: MLLMEval
     """Evaluations."""
+    eval_harness: EvalHarness | None = None
+    """Tasks of lm-eval and lmms-eval in evaluations; null: none."""
     processor: str | None = None
     """The folder, or the model of the Hub, with the processor or tokenizer; null: that of the model."""
     lora: Lora | None = None

@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -47,6 +48,20 @@ COLUMNS = 4  # metrics per row of the panel
 MARGIN = 4
 
 
+_OPEN_HUBS: list[int] = []  # the threads that trainings run in
+
+
+class OwnMessages(logging.Filter):
+    """Leaves out messages of trainings in other threads of the process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = threading.get_ident()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.thread == self.thread or record.thread not in _OPEN_HUBS
+
+
 class Terminal:
     def __init__(
         self, title: str, total_steps: int | None, live: bool, console: Console | None = None
@@ -55,6 +70,7 @@ class Terminal:
         self.total_steps = total_steps
         self.console = console or Console(highlight=False)
         self.handler = message_handler(self.console)
+        self.handler.addFilter(OwnMessages())
         LOGGER.addHandler(self.handler)
         self.step = 0
         self.doing = ""
@@ -65,6 +81,12 @@ class Terminal:
         self.early_eta_s: float | None = None  # by the second step: a record with an ETA may be far
         self.latest: dict[str, dict[str, Any]] = {}  # the last record of each split
         self.live: Live | None = None
+        self.cell: Any = None  # the output of a notebook that is written again and again
+        self.cell_shown = 0.0
+        if live and self.console.is_jupyter:
+            from IPython.display import display
+
+            self.cell = display({"text/plain": "starting"}, raw=True, display_id=True)
         if live and self.console.is_terminal:
             # Its thread draws the panel again twice a second, with the step of that moment.
             options: Any = {"console": self.console, "refresh_per_second": 2, "transient": True}
@@ -75,6 +97,8 @@ class Terminal:
         """After every step. `is_logged`: a record of this step follows."""
         self.step = step
         self.doing = doing
+        if self.cell:
+            self._show_cell()
         if doing or not self.total_steps or self.early_eta_s is not None:
             return
         now = time.monotonic()
@@ -83,7 +107,7 @@ class Terminal:
             return
         first, ended = self.first
         self.early_eta_s = (self.total_steps - step) * (now - ended) / (step - first)
-        if not self.live and not is_logged:
+        if not self.live and not self.cell and not is_logged:
             left = fmt.duration(self.early_eta_s)
             self.console.print(f"step {step}/{self.total_steps}: about {left} left")
 
@@ -92,10 +116,23 @@ class Terminal:
         self.step = record["step"]
         if record["split"] == "train" and record.get("loss") is not None:
             self.losses.append(record["loss"])
-        if not self.live or record["split"] != "train":
+        if not (self.live or self.cell) or record["split"] != "train":
             self._print_line(record)
 
+    def _show_cell(self, seconds: float = 0.5) -> None:
+        """Write the live line of a notebook again: the progress, and the last metrics of the training."""
+        now = time.monotonic()
+        if now - self.cell_shown < seconds:
+            return
+        self.cell_shown = now
+        record = self.latest.get("train")
+        metrics = f"\n{fmt.line(record, self.total_steps)}" if record else ""
+        self.cell.update({"text/plain": f"{self._status()}{metrics}"}, raw=True)
+
     def close(self) -> None:
+        if self.cell:
+            self._show_cell(0.0)
+            self.cell = None
         if self.live:
             self.live.stop()
             self.live = None
@@ -109,7 +146,7 @@ class Terminal:
 
     def _panel(self) -> Panel:
         record = self.latest.get("train")
-        parts: list[Any] = [self._progress(record)]
+        parts: list[Any] = [self._progress()]
         if record is None:
             text = "starting: metrics are shown after the first step"
             parts.append(Text(text, style="dim"))
@@ -121,7 +158,9 @@ class Terminal:
         width = max(20, self.console.width - MARGIN)
         return Panel(Group(*parts), title=self.title, width=width, **style)
 
-    def _progress(self, record: dict[str, Any] | None) -> Table:
+    def _status(self) -> str:
+        """The step, and the time that passed and that is left."""
+        record = self.latest.get("train")
         follows = self.doing
         if not follows and record and "eta_s" in record["perf"]:
             later = (self.step - record["step"]) * record["perf"]["step_s"]
@@ -131,14 +170,15 @@ class Terminal:
         elapsed = fmt.duration(time.monotonic() - self.started)
         of = f"/{self.total_steps}" if self.total_steps else ""
         text = f"step {self.step}{of}   {elapsed} elapsed"
-        if follows:
-            text += f", {follows}"
+        return f"{text}, {follows}" if follows else text
+
+    def _progress(self) -> Table:
         total = self.total_steps or 1
         bar = ProgressBar(total=total, completed=self.step, pulse=not self.total_steps)
         table = Table.grid(expand=True, padding=(0, 1))
         table.add_column(ratio=1)
         table.add_column(justify="right")
-        table.add_row(bar, Text(text))
+        table.add_row(bar, Text(self._status()))
         return table
 
 
@@ -240,6 +280,7 @@ class FileBackend(Backend):
     def start(self, info: RunInfo) -> None:
         super().start(info)
         self.handler = logging.FileHandler(info.run.dir / "log.txt", encoding="utf-8")
+        self.handler.addFilter(OwnMessages())
         self.handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         # A full disk is reported by the backends that raise OSError.
         self.handler.handleError = lambda record: None  # type: ignore[method-assign]
@@ -413,6 +454,9 @@ class LogHub:
         self.backends: list[Backend] = []
         self._failing: set[Backend] = set()  # backends with a reported OSError
         self._stderr: logging.Handler | None = None
+        self._thread = threading.get_ident()
+        self._is_open = True
+        _OPEN_HUBS.append(self._thread)
         if rank == 0:
             self._start_backends(backends)
         else:
@@ -478,6 +522,9 @@ class LogHub:
         for backend in list(self.backends):
             self._call(backend, "close", failure)
         self.backends = []  # a second close finds nothing to do
+        if self._is_open:
+            self._is_open = False
+            _OPEN_HUBS.remove(self._thread)
         if self._stderr is not None:
             LOGGER.removeHandler(self._stderr)
 

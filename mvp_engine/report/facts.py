@@ -128,6 +128,9 @@ class RunFacts:
             shown["peak memory"] = f"{max(values['memory_gib']):.2f} GiB"
         return shown
 
+    def metrics(self, split: str) -> Record:
+        return {k: v for k, v in self.last(split).items() if k not in NO_METRICS}
+
     # ---- Tables -----------------------------------------------------------------------------------------
 
     def source_rows(self) -> Rows:
@@ -145,6 +148,19 @@ class RunFacts:
             trained = [f"{seen[key]:,}" for key in SEEN] if seen else ["-"] * len(SEEN)
             rows.append([source, *losses, *shares, *trained])
         return _table(["source", "train loss", "eval loss", *kinds, *SEEN], rows)
+
+    def task_rows(self) -> Rows:
+        """Scores of the tasks of evaluation harnesses, at the newest step that has some."""
+        files = {
+            int(file.stem.removeprefix("step_")): file
+            for file in (self.run.dir / "tasks").glob("step_*.json")
+        }
+        step = max(files, default=0)
+        rows = []
+        for name, one in (json.loads(files[step].read_text()) if files else {}).items():
+            facts = [str(one[key]) for key in ("examples", "fewshot")]
+            rows.append([name, number(one["value"]), number(one["stderr"]), *facts, str(step)])
+        return _table(["task", "score", "standard error", "examples", "shots", "step"], rows)
 
     def left_out_rows(self) -> Rows:
         rows = [[source, reason, f"{n:,}"] for (source, reason), n in self.left_out.most_common()]
@@ -199,8 +215,8 @@ class RunFacts:
 
     def figures(self) -> dict[str, str]:
         """Metrics of the last evaluation, or of the last step without one, as text."""
-        record = self.last("eval") or self.last("train")
-        shown = metric_texts({k: v for k, v in record.items() if k not in NO_METRICS})
+        record = self.metrics("eval") or self.metrics("train")
+        shown = metric_texts({k: v for k, v in record.items() if not is_of_task(k)})
         if parts := self.setup.get("parts"):
             shown["trained parameters"] = f"{parts[-1]['trained']:,}"
         return shown
@@ -253,6 +269,10 @@ def metric_panels(names: Iterable[str], held_out: Iterable[str]) -> dict[str, di
         panels["loss by source"] = {source: f"loss_{source}" for source in sources}
     shares = {name: name for name in held_out if is_share(name)}
     for name in held_out:
+        if is_of_task(name):
+            task, _, metric = name.partition("/")
+            panels.setdefault(task, {})[metric] = name
+            continue
         is_known = name in NO_METRICS or name.startswith("loss") or is_learning_rate(name)
         if not is_known and name not in shares:
             panels[name] = {"eval": name}
@@ -299,6 +319,11 @@ def slow_phases(record: Record) -> str:
 
 def percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def is_of_task(name: str) -> bool:
+    """Whether a metric is the score of a task of an evaluation harness: TASK/METRIC."""
+    return "/" in name and not is_learning_rate(name)
 
 
 def metric_text(name: str, value: float | None) -> str:

@@ -261,6 +261,7 @@ def write_report(
         parts += table_html(name, rows)
     parts += example_cards(examples, shown)
     parts += sections
+    parts += table_html("Benchmarks", facts.task_rows())
     parts += table_html("Losses by source", facts.source_rows())
     parts += table_html("Rows left out", facts.left_out_rows())
     parts += table_html("Slow steps", facts.slow_step_rows())

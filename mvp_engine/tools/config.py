@@ -20,6 +20,7 @@ from mvp_engine.config.compose import (
     load_yaml,
     read_draft,
     suggest_key,
+    word,
 )
 from mvp_engine.config.engine_class import SHIPPED, find_config_class, shipped_configs
 from mvp_engine.config.schema import Config
@@ -60,6 +61,20 @@ def config_or_run(name: str, overrides: list[str], root: Path) -> tuple[str, lis
         return name, overrides
     run = trained_run(name, root)
     return str(run.dir / "config.yaml"), [f"resume={run.dir}", *overrides]
+
+
+def evaluation_words(options: dict[str, Any]) -> list[str]:
+    """The overrides of `mvp evaluate`: held-out rows, or tasks of evaluation harnesses. Its options are taken out."""
+    tasks = options.pop("tasks")
+    settings = {name: options.pop(name) for name in ("limit", "fewshot", "system")}
+    settings["chat_template"] = False if options.pop("no_chat_template") else None
+    given = {name: value for name, value in settings.items() if value is not None}
+    if tasks is not None:
+        entries = [{"task": name, **given} for name in tasks.split(",")]
+        return ["workflow=evaluate_tasks", word("eval_harness.tasks", entries)]
+    if given:
+        raise UserError("--limit, --fewshot, --system and --no-chat-template need --tasks")
+    return ["workflow=evaluate"]
 
 
 def names_run(name: str) -> bool:

@@ -46,7 +46,7 @@ from mvp_engine.errors import (
 )
 from mvp_engine.process.signals import StopSignals, without_collections
 from mvp_engine.runs import open_run
-from mvp_engine.tools.config import config_or_run, names_run
+from mvp_engine.tools.config import config_or_run, evaluation_words, names_run
 from mvp_engine.tools.nodes import Nodes, nodes_of, use_interface_to
 
 if TYPE_CHECKING:
@@ -129,10 +129,11 @@ def fine_tune(
     return _launch(config, words, options)
 
 
-def evaluate(config: str, overrides: list[str], root: str, **nodes: Any) -> int:
+def evaluate(config: str, overrides: list[str], root: str, **options: Any) -> int:
     """Evaluate the best checkpoint of a run, or of a config's newest run, unless an override names another one."""
     config, overrides = config_or_run(config, overrides, Path(root))
-    return _launch(config, ["workflow=evaluate", "resume=auto", *overrides], nodes)
+    words = evaluation_words(options)  # takes its own out: those of nodes are left
+    return _launch(config, [*words, "resume=auto", *overrides], options)
 
 
 def _launch(config: str, overrides: list[str], options: dict[str, Any]) -> int:

@@ -347,6 +347,11 @@ class RLConfig(MLLMConfig):
 
     @model_validator(mode="after")
     def _groups_fit(self) -> RLConfig:
+        if self.eval_harness is not None:  # the actor may be in other processes
+            raise ValueError(
+                "eval_harness: RL runs have no tasks of harnesses. Run them on an export: mvp export RUN FOLDER, then "
+                "lm_eval --model hf --model_args pretrained=FOLDER (docs/harness.md)"
+            )
         actor = self.groups.actor
         if self.workers.where == "local":
             for name, group in self.groups:

@@ -26,6 +26,7 @@ from mvp_engine.hf.model.model_parts import trained_parts
 from mvp_engine.kit import EvalGeneration, MLLMData, MLLMDataKit
 from mvp_engine.kit.data.cpus import available_cpus
 from mvp_engine.kit.data.read.bad_rows import BadRows, TooManyBadRows
+from mvp_engine.kit.settings import EvalHarness
 from mvp_engine.launch import launch, leave
 from mvp_engine.log import backend_factory
 from mvp_engine.log.format import rate
@@ -369,6 +370,9 @@ def short_config(config: Config) -> Config:
     changes: dict[str, Any] = {"workflow": "train", "resume": None}
     for name, values in sections.items():
         changes[name] = getattr(config, name).model_copy(update=values)
+    if isinstance(harness := getattr(config, "eval_harness", None), EvalHarness):
+        tasks = [task.model_copy(update={"limit": 2}) for task in harness.tasks]
+        changes["eval_harness"] = harness.model_copy(update={"tasks": tasks})
     return config.model_copy(update=changes)
 
 
