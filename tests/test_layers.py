@@ -37,11 +37,11 @@ PLUGIN_KITS = {"actions", "flow", "plan", "preference", "rl", "speech"}
 APART = PLUGIN_KITS - {"plan"}
 # What a reader feels of the size of the package, from scripts/house.py. They go down; one that goes up needs a line in
 # docs/architecture.md, "Size", which says what the reader gets for it.
-FILES = 263
-ONE_IMPORTER_MODULES = 33
+FILES = 269
+ONE_IMPORTER_MODULES = 36
 CONFIG_KEYS = 154
 UNSET_KEYS = 19  # that no shipped config sets
-COMMANDS = 16
+COMMANDS = 17
 SFT_MODULES = 162
 STEP_FILES = 55
 STEP_FUNCTIONS = 324

@@ -180,7 +180,9 @@ def split_prompts(batch: PackedBatch, prompt_tokens: int = 1) -> list[Prompt]:
     return prompts
 
 
-def encode_prompt(encoder: RowEncoder, messages: Sequence[Mapping[str, Any]]) -> PackedBatch:
+def encode_prompt(
+    encoder: RowEncoder, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()
+) -> PackedBatch:
     """A conversation as a batch of one sequence, which an answer continues.
 
     The content of a message is text, or a list of parts such as {"type": "text", "text": ...}. Without a chat template
@@ -189,7 +191,8 @@ def encode_prompt(encoder: RowEncoder, messages: Sequence[Mapping[str, Any]]) ->
     raw: dict[str, Any] = {"text": "".join(map(_plain_text, messages))}
     row_format = RowFormat("text")
     if encoder.template.renderer.chat_template:
-        raw, row_format = {"messages": list(messages)}, RowFormat(prompt_only=True)
+        raw = {"messages": list(messages)} | ({"tools": list(tools)} if tools else {})
+        row_format = RowFormat(prompt_only=True)
     try:
         sequences = encoder.encode(raw, row_format, Path.cwd(), fit=False)
         (batch,) = encoder.load(sequences, Path.cwd(), {})
