@@ -120,7 +120,8 @@ LLAMA_CPP_PYTHON := 0.3.36
 test-gguf: setup
 	@uv=$$(command -v uv || echo "python3 -m uv"); \
 	$$uv venv --quiet --allow-existing --seed --python 3.11 .venvs/gguf && \
-	$$uv pip install --quiet --python .venvs/gguf/bin/python xllamacpp==2026.10.11549
+	$$uv pip install --quiet --python .venvs/gguf/bin/python xllamacpp==2026.10.11549 && \
+	$$uv pip install --quiet --python $(PY) --constraint constraints.txt sentencepiece
 	@[ -e .venvs/gguf/llama.cpp ] || { cd .venvs/gguf && \
 	bin/pip download --quiet --no-deps --no-binary :all: llama-cpp-python==$(LLAMA_CPP_PYTHON) && \
 	tar xzf llama_cpp_python-$(LLAMA_CPP_PYTHON).tar.gz && \

@@ -187,6 +187,9 @@ GGUF_FAMILIES = {
             **VLM_FAMILIES["qwen2_5_vl"]["vision_config"],
             "patch_size": 14,
             "window_size": 56,
+            # The converter numbers the layers of the projector, up to 2, as blocks.
+            "depth": 4,
+            "fullatt_block_indexes": [1, 3],
         },
     }
 }

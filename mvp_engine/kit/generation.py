@@ -192,13 +192,22 @@ def encode_prompt(
     row_format = RowFormat("text")
     if encoder.template.renderer.chat_template:
         raw = {"messages": list(messages)} | ({"tools": list(tools)} if tools else {})
-        row_format = RowFormat(prompt_only=True)
+        # Media are parts of messages, so <image> in a text is text.
+        row_format = RowFormat(prompt_only=True, media_tags=False)
     try:
         sequences = encoder.encode(raw, row_format, Path.cwd(), fit=False)
         (batch,) = encoder.load(sequences, Path.cwd(), {})
     except BadRow as bad:
         raise UserError(f"{bad.reason}: {bad.detail}") from None
     return replace(batch, sequence_fields={})
+
+
+def prompt_of_ids(encoder: RowEncoder, ids: Sequence[int]) -> PackedBatch:
+    """Token ids without media as a batch of one sequence."""
+    first = PackedBatch.from_sequences(
+        [torch.tensor(ids[:1])], [torch.tensor([False])], media=encoder.media.empty()
+    )
+    return encoder.extend(first, ids[1:], {}, len(ids))
 
 
 def _plain_text(message: Mapping[str, Any]) -> str:

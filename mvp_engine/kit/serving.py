@@ -110,6 +110,10 @@ class BatchedDecoder:
             self._waiting.append(request)
             self._wake.notify()
 
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
     def close(self) -> None:
         """End the thread after its forward; requests that it has not answered get an error."""
         with self._wake:

@@ -33,7 +33,9 @@ def find_converter(llama_cpp: str | None) -> Path:
 def write_gguf(folder: Path, out: Path, kind: str, converter: Path, name: str) -> list[Path]:
     """Convert a Hugging Face folder into files below `out`: the model, and the encoders of one that has some."""
     if importlib.util.find_spec("sentencepiece") is None:
-        raise UserError("mvp export --gguf: the converter needs a package: pip install sentencepiece")
+        raise UserError(
+            "mvp export --gguf: the converter needs a package: pip install sentencepiece"
+        )
     config = json.loads((folder / "config.json").read_text())
     parts = [("", [])]
     if any(config.get(key) for key in ENCODERS):

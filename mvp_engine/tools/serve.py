@@ -22,14 +22,13 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
-import torch
-
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError
 from mvp_engine.hf.weights.hub import ADAPTER_CONFIG
 from mvp_engine.kit.data.read.messages import read_message
 from mvp_engine.kit.data.read.row_types import MEDIA
 from mvp_engine.kit.decoding import TextStream, stop_at
+from mvp_engine.kit.generation import prompt_of_ids
 from mvp_engine.kit.openai_server import OpenAIServer, RequestRefused, parse_calls
 from mvp_engine.kit.serving import BatchedDecoder, Closed, Request, Written
 from mvp_engine.process.watchdog import end_with_this_process
@@ -356,12 +355,8 @@ class Endpoint:
                 "prompt has placeholders of media: send media in the messages of a chat completion"
             )
             raise RequestRefused(text, param="prompt")
-        encoder = self.model.encoder
-        first = PackedBatch.from_sequences(
-            [torch.tensor(prompt[:1])], [torch.tensor([False])], media=encoder.media.empty()
-        )
         with self.lock:
-            return encoder.extend(first, prompt[1:], {}, len(prompt))
+            return prompt_of_ids(self.model.encoder, prompt)
 
     # ---- Parameters -------------------------------------------------------------------------------------------------
 
@@ -498,7 +493,9 @@ class Endpoint:
                 try:
                     event = events.get(timeout=POLL_SECONDS)
                 except Empty:
-                    continue
+                    if self.decoder.is_alive:
+                        continue
+                    raise RequestRefused("the decoder has ended", "internal_error", 500) from None
                 if isinstance(event, BaseException):
                     raise event
                 left -= event.reason is not None

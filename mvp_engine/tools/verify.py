@@ -33,7 +33,7 @@ from mvp_engine.kit.data import MLLMDataKit
 from mvp_engine.kit.data.read.row_types import BadRow, Message, Part
 from mvp_engine.kit.data.read.rows import read_row
 from mvp_engine.kit.decoding import Decoding, complete
-from mvp_engine.kit.generation import encode_prompt
+from mvp_engine.kit.generation import encode_prompt, prompt_of_ids
 from mvp_engine.model_engine import ModelSource, engine_class
 from mvp_engine.tools.chat import ChatModel, model_folders
 from mvp_engine.tools.inspect import config_data_kit
@@ -222,11 +222,7 @@ class Subject:
     def prompt(self, question: Question) -> PackedBatch:
         if "ids" not in question:
             return encode_prompt(self.encoder, question["messages"], question.get("tools", ()))
-        ids = question["ids"]
-        first = PackedBatch.from_sequences(
-            [torch.tensor(ids[:1])], [torch.tensor([False])], media=self.encoder.media.empty()
-        )
-        return self.encoder.extend(first, ids[1:], {}, len(ids))  # type: ignore[no-any-return]
+        return prompt_of_ids(self.encoder, question["ids"])
 
     def answers(self, questions: Sequence[Question]) -> list[Answer]:
         prompts = [self.prompt(question) for question in questions]

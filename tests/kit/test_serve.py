@@ -4,6 +4,7 @@ import base64
 import http.client
 import json
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,9 +16,10 @@ import urllib.request
 import pytest
 import test_chat
 import torch
-from conftest import mvp, user_error, wait_until
+from conftest import ROOT, mvp, user_error, wait_until
 from mixer_families import mixer_model
 
+from mvp_engine.cli import build_parser
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.distributed import Layout, World
 from mvp_engine.kit.decoding import Decoding, complete
@@ -186,6 +188,12 @@ def test_endpoint_stop_string_ends_the_answer_before_it_and_is_not_streamed(port
     assert "".join(one["choices"][0]["delta"].get("content") or "" for one in chunks) == expected
 
 
+def test_endpoint_tag_of_an_image_in_a_text_is_text(endpoint, port):
+    found = ask(port, "red <image> blue")
+    prompt = endpoint.model.tokenizer.decode(found["prompt_token_ids"])
+    assert "red <image> blue" in prompt
+
+
 def test_endpoint_completions_continue_text_and_token_ids(endpoint, port):
     tokenizer = endpoint.model.tokenizer
     ids = [tokenizer(text)["input_ids"] for text in TEXTS[:2]]
@@ -328,6 +336,21 @@ def test_decoder_requests_that_join_later_write_the_tokens_that_they_write_alone
     finally:
         decoder.close()
     assert [[one.token for one in row] for row in found] == expected
+
+
+def test_examples_of_the_docs_work(port, image):
+    text = (ROOT / "docs" / "serving.md").read_text()
+    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
+    (curl,) = [block for block in blocks if block.startswith("curl")]
+    curl = curl.replace(":8000", f":{port}").replace("photo.png", str(image))
+    done = subprocess.run(["bash", "-c", curl], capture_output=True, text=True, timeout=60)
+    assert events(done.stdout)[-1]["choices"][0]["finish_reason"], done.stderr
+    lines = [line for block in blocks for line in block.splitlines() if line.startswith("mvp ")]
+    assert len(lines) > 5
+    for line in lines:
+        args, rest = build_parser().parse_known_args(shlex.split(line, comments=True)[1:])
+        assert args.run in ("tools.serve:serve", "tools.merge:export_command"), line
+        assert not rest or args.run == "tools.serve:serve", line
 
 
 # ---- The command ----------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def run(tmp_path_factory):
     )
     words += f" output_dir={work} run_id=run device=cpu train.max_steps=1 train.epochs=null"
     words += (
-        " data.pack_tokens=256 data.global_batch_tokens=100 data.num_workers=0 log.backends=[jsonl]"
+        " data.pack_tokens=256 data.global_batch_tokens=256 data.num_workers=0 log.backends=[jsonl]"
     )
     assert mvp(words) == 0
     return work / "run"
