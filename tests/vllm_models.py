@@ -16,6 +16,7 @@ from PIL import Image
 sys.path.insert(0, str(ROOT / "tests" / "kit"))
 
 from folders import alone
+from processors import FAMILIES as FAMILIES_OF_PROCESSORS
 from processors import chat_processor
 
 from mvp_engine.kit import Lora, MLLMModelKit
@@ -60,7 +61,7 @@ TEXT_FAMILIES = {
     "seed_oss": {},
     "apertus": {},
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 1024},
-    "gpt_neox": {},
+    "gpt_neox": {"num_key_value_heads": 2},
 }
 MOE_FAMILIES = {
     "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 32},
@@ -113,7 +114,8 @@ VLM_FAMILIES = {
         },
     },
     "qwen3_vl_moe": {
-        "text_config": {**QWEN_TEXT, **MOE},
+        # transformers always normalizes; vLLM reads the key, which the released configs have.
+        "text_config": {**QWEN_TEXT, **MOE, "norm_topk_prob": True},
         "vision_config": {
             **VISION,
             "hidden_size": 64,
@@ -215,6 +217,11 @@ def config_of(family):
 
 
 def processor_of(family):
+    if family == "gemma3":  # vLLM looks for the line breaks of Gemma's tokenizer
+        processor = FAMILIES_OF_PROCESSORS[family]()
+        processor.chat_template = chat_processor(family).chat_template
+        processor.tokenizer.add_tokens(["\n" * count for count in (1, 2, 3, 4)])
+        return processor
     if family not in GGUF_FAMILIES:
         return chat_processor(PROCESSORS.get(family, family))
     like = chat_processor("qwen2_5_vl")

@@ -37,7 +37,7 @@ def write_gguf(folder: Path, out: Path, kind: str, converter: Path, name: str) -
             "mvp export --gguf: the converter needs a package: pip install sentencepiece"
         )
     config = json.loads((folder / "config.json").read_text())
-    parts = [("", [])]
+    parts: list[tuple[str, list[str]]] = [("", [])]
     if any(config.get(key) for key in ENCODERS):
         parts.append(("mmproj-", ["--mmproj"]))
     files = []

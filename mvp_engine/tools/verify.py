@@ -105,28 +105,28 @@ def verify_export(library: str, run: Path, folder: Path, python: str | None, as_
 
 
 def run_questions(run: Path, subject: Subject) -> list[Question]:
-    """Prompts of rows of a run: some with images, some without; held-out rows where it has some."""
+    """Prompts of rows of a run: some with images, some without; first of held-out rows, then of others."""
     composed = compose(run / "config.yaml")
     kit = config_data_kit(composed.engine_class, composed.config)
-    split = "eval" if kit.has_split("eval") else "train"
-    if kit.is_stream(split):
-        raise UserError(
-            "mvp export --verify reads rows by index, and the sources of this run are streams"
-        )
-    rows = sum(map(len, kit.mixture(split).sources))
     found: dict[bool, list[Question]] = {True: [], False: []}
-    for sample in range(min(rows, LOOKED_AT)):
-        try:
-            question = _question(kit, split, sample, subject)
-        except BadRow:
-            continue
-        of_kind = found[has_image(question)]
-        if len(of_kind) < QUESTIONS and question not in of_kind:
-            of_kind.append(question)
+    for split in filter(kit.has_split, ("eval", "train")):
+        if kit.is_stream(split):
+            raise UserError(
+                "mvp export --verify reads rows by index, and the sources of this run are streams"
+            )
+        rows = sum(map(len, kit.mixture(split).sources))
+        for sample in range(min(rows, LOOKED_AT)):
+            try:
+                question = _question(kit, split, sample, subject)
+            except BadRow:
+                continue
+            of_kind = found[has_image(question)]
+            if len(of_kind) < QUESTIONS and question not in of_kind:
+                of_kind.append(question)
     questions = found[True] + found[False]
     if not questions:
         raise UserError(
-            f"{run}: none of its first {LOOKED_AT} rows is a chat with text or images, or plain text"
+            f"{run}: none of its first {LOOKED_AT} rows of a split is a chat with text or images, or plain text"
         )
     return questions
 
@@ -419,10 +419,11 @@ def _gap(ours: Answer, theirs: Answer) -> float:
     if ours.score is not None and theirs.score is not None:
         return abs(ours.score - theirs.score)
     largest = 0.0
-    for i, (one, other) in enumerate(zip(ours.log_probs, theirs.log_probs, strict=False)):
-        if ours.tokens[i] != theirs.tokens[i]:
+    tokens = zip(ours.tokens, theirs.tokens, ours.log_probs, theirs.log_probs, strict=False)
+    for token, other_token, log_prob, other_log_prob in tokens:
+        if token != other_token:
             break
-        largest = max(largest, abs(one - other))
+        largest = max(largest, abs(log_prob - other_log_prob))
     return largest
 
 
