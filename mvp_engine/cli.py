@@ -198,6 +198,24 @@ examples:
   mvp chat outputs/my-run --image photo.jpg -p "What is in this photo?"
   mvp chat Qwen/Qwen3-0.6B -p "Hello" --temperature 0.7 --json
 
+mvp serve -> tools.serve:serve
+serve a model by OpenAI's protocol: by vLLM or SGLang where one is installed, else by our own decoding
+  target=RUN|FOLDER|MODEL  @run; the folder of a model or an adapter; or a Hub id
+  --backend vllm|sglang|own  what answers (default: the first that is installed)
+  --host HOST=127.0.0.1   address to listen on; 0.0.0.0: all, without any check of who asks
+  --port PORT=8000        0: any free port
+  --python PATH           the python of the environment that has vLLM or SGLang (default: this one)
+  --name NAME             name of the model in requests (default: that of the run or the folder)
+  --max-batch N=64        own: completions in one forward; more requests wait
+  --device NAME           own: cpu or cuda (default: a GPU if present)
+  @runs
+examples:
+  mvp serve latest
+  mvp serve outputs/my-run --backend vllm --python ~/vllm/bin/python --tensor-parallel-size 2
+  mvp serve adapter --port 9000 --backend own
+
+Options that are not listed here go to vLLM or SGLang.
+
 mvp data inspect -> tools.inspect_page:print_inspection
 show rows as the model sees them, the tokens with loss, lengths, packing and bad rows
   target=FILE|CONFIG      a data file of any format, hf://org/dataset, or a recipe's YAML file
@@ -320,6 +338,11 @@ it to the Hugging Face Hub, with a model card
   OUT?                    the folder to write
   --push>name ORG/NAME    upload to this repository on the Hub, created if it does not exist; private
   --adapter               LoRA: only the adapter, in peft's format
+  --verify transformers|vllm|peft  compare the export with how this library reads it: prompts, greedy tokens and
+                          log-probs on rows of the run; without OUT, it is removed afterwards. Exit code 2: they differ
+  --gguf f32|f16|bf16|q8_0  write GGUF files for llama.cpp and Ollama into OUT instead, by llama.cpp's converter
+  --llama-cpp DIR         --gguf: a folder with the converter, convert_hf_to_gguf.py
+  --python PATH           --verify vllm: the python of the environment that has vLLM (default: this one)
   --dtype float32|bfloat16|float16  dtype of the weights in OUT (default: that of the pretrained folder)
   --max-file-gb GB=5      largest size of one weight file
   --engine FILE           file or module that registers a custom model type, if it moved since training
@@ -333,6 +356,8 @@ it to the Hugging Face Hub, with a model card
 examples:
   mvp export latest model                           # a complete folder; LoRA is merged into the base model
   mvp export outputs/my-run adapter --adapter
+  mvp export latest model --verify transformers
+  mvp export latest gguf --gguf q8_0 --llama-cpp ~/llama.cpp
   mvp export latest --push me/my-model --dry-run
 """
 
@@ -372,6 +397,7 @@ TYPES = {"N": int, "S": int, "PORT": int, "X": float, "T": float, "P": float, "G
 
 DATA_COMMAND = "tools.inspect:run_data_command"  # of plug-ins
 METHODS = "tools.launcher:fine_tune"  # its name says the method
+SERVE = "tools.serve:serve"
 
 
 class Command(NamedTuple):
@@ -504,7 +530,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(new)
     args, rest = parser.parse_known_args(words)
     # argparse stops collecting key=value words at the first option after them; here they may stand anywhere.
-    if not hasattr(args, "overrides") or any(word.startswith("-") for word in rest):
+    if args.run == SERVE:  # options that it does not have are those of the server that it starts
+        args.server_options = rest
+    elif not hasattr(args, "overrides") or any(word.startswith("-") for word in rest):
         if rest:
             args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     else:

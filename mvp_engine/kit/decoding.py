@@ -180,6 +180,28 @@ def stop_at(tokenizer: Any, strings: Collection[str]) -> Finished:
     return is_finished
 
 
+class TextStream:
+    """Passes the new end of a growing text to `on_text`, except for what may be the start of a stop string."""
+
+    def __init__(self, on_text: Callable[[str], None], stop_strings: Sequence[str]) -> None:
+        self.on_text = on_text
+        self.length = 0  # of the text that was passed on
+        starts = {text[:length] for text in stop_strings for length in range(1, len(text))}
+        # Beginnings of stop strings, the longest first.
+        self.starts = sorted(starts, key=len, reverse=True)
+
+    def show(self, text: str) -> None:
+        # The first bytes of a character decode to U+FFFD until the token with its last byte follows.
+        text = text.rstrip("\ufffd")
+        start = next((start for start in self.starts if text.endswith(start)), "")
+        self.end(text.removesuffix(start))
+
+    def end(self, text: str) -> None:
+        if len(text) > self.length:
+            self.on_text(text[self.length :])
+            self.length = len(text)
+
+
 def complete(
     engine: ModelEngine,
     prompts: PackedBatch | None,
@@ -203,12 +225,7 @@ def complete(
         groups = split.parts
         members = split.members
     completions: list[Completion] = []
-    with (
-        engine.eval_mode(),
-        _uncompiled(),
-        _keep_cast_weights(engine),
-        engine.gathered_weights() as is_alone,
-    ):
+    with decoding_mode(engine) as is_alone:
         # Ranks that gather weights in each forward run the same number of them; they start each group together.
         num_groups = [len(groups)] if is_alone else engine.world.all_gather(len(groups))
         for i in range(max(num_groups)):
@@ -217,6 +234,14 @@ def complete(
             group_keys = [keys[index] for index in indices] if keys is not None else []
             completions += _Group(engine, group, indices, decoding, group_keys).run()
     return sorted(completions, key=lambda one: one.prompt)
+
+
+@contextmanager
+def decoding_mode(engine: ModelEngine) -> Iterator[bool]:
+    """A context for forwards that write tokens. Its value: whether ranks with other prompts run on their own."""
+    gathered = engine.gathered_weights()
+    with engine.eval_mode(), _uncompiled(), _keep_cast_weights(engine), gathered as is_alone:
+        yield is_alone
 
 
 @contextmanager
@@ -339,18 +364,7 @@ class _Group:
         ids = torch.tensor([tokens[-1] for tokens in written])
         starts = [self.last_positions[row] for row in self.rows]
         positions_S = torch.tensor(starts) + torch.tensor([len(tokens) for tokens in written])
-        token_types = {
-            name: value.new_full((len(ids), *value.shape[1:]), self.token_type)
-            for name, value in prompts.token_fields.items()
-            if name.endswith("token_type_ids")
-        }
-        return PackedBatch(
-            ids,
-            torch.full_like(ids, IGNORE),
-            positions_S.expand(*prompts.position_ids.shape[:-1], -1).contiguous(),
-            torch.arange(len(ids) + 1, dtype=torch.int32),
-            token_types,
-        )
+        return newest_tokens(prompts, ids, positions_S, self.token_type)
 
     def _graph(self, written: int) -> DecodeGraph | None:
         """The CUDA graph of the next forwards; None where they run eagerly."""
@@ -404,7 +418,10 @@ class _Group:
         if temperature == 0.0:
             tokens_S = scaled_SV.argmax(-1)
         else:
-            likely_SV = _most_likely(scaled_SV, self.decoding)
+            top_k = self.decoding.top_k
+            likely_SV = scaled_SV
+            if top_k is not None or self.decoding.top_p < 1.0:
+                likely_SV = most_likely(scaled_SV, top_k or scaled_SV.shape[1], self.decoding.top_p)
             tokens_S = sample_tokens(likely_SV, self.keys_S, position)
         return tokens_S, scaled_SV.gather(-1, tokens_S[:, None])[:, 0] - log_z_S
 
@@ -439,16 +456,35 @@ class _Group:
         return tokens[-1] in self.decoding.stop or (asked is not None and asked(tokens))
 
 
-def _most_likely(logits_SV: Tensor, decoding: Decoding) -> Tensor:
-    """The logits of the tokens that `top_k` and `top_p` allow; those of the others are -inf."""
-    if decoding.top_k is None and decoding.top_p == 1.0:
-        return logits_SV
+def newest_tokens(
+    prompts: PackedBatch, ids_S: Tensor, positions_S: Tensor, token_type: int
+) -> PackedBatch:
+    """The newest token of each sequence, as a batch for a forward with a cache; `prompts` shows which fields it has."""
+    token_types = {
+        name: value.new_full((len(ids_S), *value.shape[1:]), token_type)
+        for name, value in prompts.token_fields.items()
+        if name.endswith("token_type_ids")
+    }
+    return PackedBatch(
+        ids_S,
+        torch.full_like(ids_S, IGNORE),
+        positions_S.expand(*prompts.position_ids.shape[:-1], -1).contiguous(),
+        torch.arange(len(ids_S) + 1, dtype=torch.int32),
+        token_types,
+    )
+
+
+def most_likely(logits_SV: Tensor, top_k: int | Tensor, top_p: float | Tensor) -> Tensor:
+    """The logits of the tokens that `top_k` and `top_p` allow; those of the others are -inf.
+
+    Both may be (S, 1) tensors, with a value for each sequence.
+    """
     sorted_SV, order_SV = logits_SV.sort(descending=True)
-    if decoding.top_k is not None:
-        sorted_SV[:, decoding.top_k :] = float("-inf")
+    rank_V = torch.arange(logits_SV.shape[1], device=logits_SV.device)
+    sorted_SV = sorted_SV.masked_fill(rank_V >= top_k, float("-inf"))
     probs_SV = sorted_SV.softmax(-1)
     # A token stays if those before it have less than `top_p`; so the first always does.
-    is_beyond_SV = probs_SV.cumsum(-1) - probs_SV >= decoding.top_p
+    is_beyond_SV = probs_SV.cumsum(-1) - probs_SV >= top_p
     sorted_SV = sorted_SV.masked_fill(is_beyond_SV, float("-inf"))
     return torch.empty_like(logits_SV).scatter_(1, order_SV, sorted_SV)
 

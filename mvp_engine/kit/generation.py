@@ -192,7 +192,9 @@ def split_prompts(batch: PackedBatch, prompt_tokens: int = 1) -> list[Prompt]:
     return prompts
 
 
-def encode_prompt(encoder: RowEncoder, messages: Sequence[Mapping[str, Any]]) -> PackedBatch:
+def encode_prompt(
+    encoder: RowEncoder, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()
+) -> PackedBatch:
     """A conversation as a batch of one sequence, which an answer continues.
 
     The content of a message is text, or a list of parts such as {"type": "text", "text": ...}. Without a chat template
@@ -201,13 +203,23 @@ def encode_prompt(encoder: RowEncoder, messages: Sequence[Mapping[str, Any]]) ->
     raw: dict[str, Any] = {"text": "".join(map(_plain_text, messages))}
     row_format = RowFormat("text")
     if encoder.template.renderer.chat_template:
-        raw, row_format = {"messages": list(messages)}, RowFormat(prompt_only=True)
+        raw = {"messages": list(messages)} | ({"tools": list(tools)} if tools else {})
+        # Media are parts of messages, so <image> in a text is text.
+        row_format = RowFormat(prompt_only=True, media_tags=False)
     try:
         sequences = encoder.encode(raw, row_format, Path.cwd(), fit=False)
         (batch,) = encoder.load(sequences, Path.cwd(), {})
     except BadRow as bad:
         raise UserError(f"{bad.reason}: {bad.detail}") from None
     return replace(batch, sequence_fields={})
+
+
+def prompt_of_ids(encoder: RowEncoder, ids: Sequence[int]) -> PackedBatch:
+    """Token ids without media as a batch of one sequence."""
+    first = PackedBatch.from_sequences(
+        [torch.tensor(ids[:1])], [torch.tensor([False])], media=encoder.media.empty()
+    )
+    return encoder.extend(first, ids[1:], {}, len(ids))
 
 
 def _plain_text(message: Mapping[str, Any]) -> str:

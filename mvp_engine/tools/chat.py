@@ -28,7 +28,7 @@ from mvp_engine.hf.weights.hub import ADAPTER_CONFIG, base_of_adapter, local_fol
 from mvp_engine.hf.weights.merge import merge
 from mvp_engine.kit.data.encode.processor import GENERATION_CONFIG, load_processor
 from mvp_engine.kit.data.encode.row_encoder import RopePositions, RowEncoder
-from mvp_engine.kit.decoding import Completion, Decoding, complete, stop_at
+from mvp_engine.kit.decoding import Completion, Decoding, TextStream, complete, stop_at
 from mvp_engine.kit.generation import encode_prompt
 from mvp_engine.model_engine import ModelSource, Settings, engine_class, precision_on
 from mvp_engine.model_engine.base import DTYPES
@@ -282,12 +282,12 @@ class ChatModel:
         self.stop = self._stop_tokens(folder)
         self.stop_strings = list(filter(None, stop_strings))
 
-    def prompt(self, messages: Sequence[Message]) -> PackedBatch:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> PackedBatch:
         """Returns a conversation as a batch of one sequence, which the answer continues.
 
         The content of a message is text, or a list of parts such as {"type": "text", "text": ...}.
         """
-        return encode_prompt(self.encoder, messages)
+        return encode_prompt(self.encoder, messages, tools)
 
     def answer(
         self,
@@ -296,7 +296,7 @@ class ChatModel:
         on_text: Callable[[str], None] | None = None,
     ) -> Completion:
         """Generates the next message. `on_text` is called with each new piece of its text."""
-        stream = _TextStream(on_text, self.stop_strings) if on_text is not None else None
+        stream = TextStream(on_text, self.stop_strings) if on_text is not None else None
         ends_at_string = stop_at(self.tokenizer, self.stop_strings) if self.stop_strings else None
 
         def is_finished(tokens: list[int]) -> bool:
@@ -310,10 +310,10 @@ class ChatModel:
             stream.end(self.text(completion.tokens))
         return completion
 
-    def text(self, tokens: Sequence[int]) -> str:
+    def text(self, tokens: Sequence[int], stop_strings: Sequence[str] | None = None) -> str:
         """Decodes an answer, up to its first stop string."""
         text = str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
-        for stop_string in self.stop_strings:
+        for stop_string in self.stop_strings if stop_strings is None else stop_strings:
             text = text.partition(stop_string)[0]
         return text
 
@@ -327,28 +327,6 @@ class ChatModel:
         if stop := self.encoder.template.stop_token:
             tokens.add(self.tokenizer.convert_tokens_to_ids(stop))
         return tokens - {None}  # each of them may lack one
-
-
-class _TextStream:
-    """Passes the new end of a growing text to `on_text`, except for what may be the start of a stop string."""
-
-    def __init__(self, on_text: Callable[[str], None], stop_strings: Sequence[str]) -> None:
-        self.on_text = on_text
-        self.length = 0  # of the text that was passed on
-        starts = {text[:length] for text in stop_strings for length in range(1, len(text))}
-        # Beginnings of stop strings, the longest first.
-        self.starts = sorted(starts, key=len, reverse=True)
-
-    def show(self, text: str) -> None:
-        # The first bytes of a character decode to U+FFFD until the token with its last byte follows.
-        text = text.rstrip("\ufffd")
-        start = next((start for start in self.starts if text.endswith(start)), "")
-        self.end(text.removesuffix(start))
-
-    def end(self, text: str) -> None:
-        if len(text) > self.length:
-            self.on_text(text[self.length :])
-            self.length = len(text)
 
 
 def _find_device(name: str | None) -> torch.device:

@@ -24,26 +24,55 @@ from mvp_engine.runs import trained_run
 
 
 def export_command(
-    checkpoint: str, out: str | None, name: str | None, root: str, *, adapter: bool, **options: Any
+    checkpoint: str,
+    out: str | None,
+    name: str | None,
+    root: str,
+    *,
+    adapter: bool,
+    verify: str | None,
+    python: str | None,
+    gguf: str | None,
+    llama_cpp: str | None,
+    **options: Any,
 ) -> None:
-    """Write a model to the folder `out`, or upload it to the repository `name`: one of them is given."""
+    """Write a model to the folder `out`, or upload it to the repository `name`: one of them is given.
+
+    `verify` names a library that reads the export; without `out` it is a temporary one.
+    """
     of_push = {key: options.pop(key) for key in ("public", "license", "dry_run", "as_json")}
+    if python is not None and verify != "vllm":
+        raise UserError("mvp export: --python is for --verify vllm: leave it out")
+    if llama_cpp is not None and gguf is None:
+        raise UserError("mvp export: --llama-cpp is for --gguf: leave it out")
     if name is not None:
         from mvp_engine.tools.push import push
 
-        given = [key for key in ("engine", "base", "dtype", "ema") if options[key]]
+        options |= {"verify": verify, "gguf": gguf}
+        given = [
+            key for key in ("engine", "base", "dtype", "ema", "verify", "gguf") if options[key]
+        ]
         if out is not None or given:
             flags = [*(["OUT"] if out else []), *(f"--{key}" for key in given)]
             raise UserError(
                 f"mvp export --push uploads the run's own export: leave {', '.join(flags)} out"
             )
         push(checkpoint, name, root=root, adapter=adapter, **of_push)
-    elif out is None:
+        return
+    if out is None and verify is None:
         raise UserError("mvp export: give a folder to write (OUT), or --push ORG/NAME")
-    elif ignored := [key for key, value in of_push.items() if value]:
-        names = " and ".join(f"--{key.replace('_', '-').removeprefix('as-')}" for key in ignored)
+    as_json = of_push.pop("as_json")
+    ignored = [key for key, value in of_push.items() if value]
+    if as_json and verify is None:
+        ignored.append("json")
+    if ignored:
+        names = " and ".join(f"--{key.replace('_', '-')}" for key in ignored)
         raise UserError(f"mvp export: {names} without --push: add --push ORG/NAME, or leave it out")
-    elif stores.is_url(out):
+    if out is not None and stores.is_url(out):
+        if gguf or verify:
+            raise UserError(
+                f"mvp export: --gguf and --verify are for a folder of this machine, not for {out}"
+            )
         if stores.list_url(out):
             raise UserError(f"{out} exists and is not empty; choose another name, or remove it")
         stores.cache_folder().mkdir(parents=True, exist_ok=True)
@@ -52,8 +81,43 @@ def export_command(
             write_folder(checkpoint, str(folder), root, adapter=adapter, **options)
             stores.upload_folder(folder, out, "adapter_config.json" if adapter else "config.json")
         print(f"uploaded to {out}")
+    elif gguf is not None:
+        _export_gguf(checkpoint, out, root, gguf, llama_cpp, adapter or verify, options)
+    elif verify is None:
+        write_folder(checkpoint, str(out), root, adapter=adapter, **options)
     else:
-        write_folder(checkpoint, out, root, adapter=adapter, **options)
+        from mvp_engine.tools.verify import verify_export
+
+        run = run_of(exported_checkpoint(checkpoint, root))
+        with TemporaryDirectory(prefix="mvp_export_") as work:
+            folder = Path(out or Path(work) / "export").expanduser().resolve()
+            is_quiet = out is None or as_json
+            write_folder(checkpoint, str(folder), root, adapter=adapter, quiet=is_quiet, **options)
+            verify_export(verify, run, folder, python, as_json)
+
+
+def _export_gguf(
+    checkpoint: str,
+    out: str | None,
+    root: str,
+    kind: str,
+    llama_cpp: str | None,
+    other: Any,
+    options: dict[str, Any],
+) -> None:
+    from mvp_engine.tools.gguf import find_converter, write_gguf
+
+    if other or out is None:
+        raise UserError(
+            "mvp export --gguf writes the whole model to OUT: give OUT, and leave --adapter and --verify out"
+        )
+    converter = find_converter(llama_cpp)
+    with TemporaryDirectory(prefix="mvp_export_") as work:
+        folder = Path(work) / "model"
+        write_folder(checkpoint, str(folder), root, adapter=False, quiet=True, **options)
+        found = exported_checkpoint(checkpoint, root)
+        files = write_gguf(folder, Path(out).expanduser(), kind, converter, run_of(found).name)
+    print(f"{found} is now {' and '.join(map(str, files))}")
 
 
 def write_folder(
@@ -67,12 +131,10 @@ def write_folder(
     base: str | None,
     adapter: bool,
     ema: bool,
+    quiet: bool = False,
 ) -> None:
     """Merge a checkpoint, or the best one of a run (its folder, its id or `latest`), into the folder `out`."""
-    is_path = Path(checkpoint).exists() or "/" in checkpoint
-    folder = model_checkpoint(
-        Path(checkpoint) if is_path else trained_run(checkpoint, Path(root)).dir
-    )
+    folder = exported_checkpoint(checkpoint, root)
     if not 0 < max_file_gb < float("inf"):
         raise UserError(f"--max-file-gb {max_file_gb}: must be a positive size")
     target = Path(out).expanduser().resolve()
@@ -100,7 +162,24 @@ def write_folder(
         adapter_only=adapter,
         ema=ema,
     )
-    print(f"{folder} is now the {'peft' if adapter else 'Hugging Face'} folder {out}")
+    if not quiet:
+        print(f"{folder} is now the {'peft' if adapter else 'Hugging Face'} folder {out}")
+
+
+def exported_checkpoint(checkpoint: str, root: str) -> Path:
+    """The checkpoint that `mvp export` means by this name."""
+    is_path = Path(checkpoint).exists() or "/" in checkpoint
+    return model_checkpoint(
+        Path(checkpoint) if is_path else trained_run(checkpoint, Path(root)).dir
+    )
+
+
+def run_of(checkpoint: Path) -> Path:
+    """The folder of the run that wrote a checkpoint."""
+    for folder in checkpoint.resolve().parents:
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise UserError(f"{checkpoint} is in no run folder: --verify and --gguf need its run")
 
 
 def write_state_dict(checkpoint: Path, out: Path, dtype: torch.dtype | None, ema: bool) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mvp_engine.ops.attn_spec import AttnSpec
@@ -40,7 +41,7 @@ class KVCache:
     def __init__(self, prompt_lengths: list[int], max_new_tokens: int) -> None:
         self.lengths = list(prompt_lengths)  # cached tokens of each sequence
         self.is_prefilled = False
-        self._capacity = max(self.lengths) + max_new_tokens
+        self._capacity = max(self.lengths, default=0) + max_new_tokens
         self._layers: dict[nn.Module, _Layer] = {}
         self.mixer_states: dict[
             nn.Module, MixerStates
@@ -53,6 +54,10 @@ class KVCache:
     @property
     def max_length(self) -> int:
         return max(self.lengths)
+
+    @property
+    def capacity(self) -> int:
+        return self._capacity
 
     def advance(self) -> None:
         """Count the tokens of a forward that has finished: all layers have stored them."""
@@ -100,6 +105,31 @@ class KVCache:
         for module, layer in self._layers.items():
             index = index.to(layer.keys.device)
             self._layers[module] = _Layer(*(part.index_select(0, index) for part in layer))
+
+    def join(self, other: KVCache) -> None:
+        """Add the sequences of another cache of the same model, behind those of this one."""
+        capacity = max(self._capacity, other._capacity)
+        self.reserve(capacity)
+        other.reserve(capacity)
+        for module, added in other._layers.items():
+            parts = (self._layers[module], added) if module in self._layers else (added,)
+            self._layers[module] = _Layer(*(torch.cat(both) for both in zip(*parts, strict=True)))
+        for module, states in other.mixer_states.items():
+            if module in self.mixer_states:
+                order = list(range(len(self.lengths) + len(other.lengths)))
+                states = states.stack([self.mixer_states[module], states], order)
+            self.mixer_states[module] = states
+        self.is_prefilled = True
+        self._set_lengths(self.lengths + other.lengths)
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for so many tokens of each sequence."""
+        more = capacity - self._capacity
+        if more <= 0:
+            return
+        self._capacity = capacity
+        for module, layer in self._layers.items():
+            self._layers[module] = _Layer(*(F.pad(part, (0, 0, 0, more)) for part in layer))
 
     def _set_lengths(self, lengths: list[int]) -> None:
         self.lengths = lengths

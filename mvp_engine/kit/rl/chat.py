@@ -11,13 +11,11 @@ import inspect
 import json
 import mimetypes
 import random
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -29,24 +27,19 @@ from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.read.messages import read_message
 from mvp_engine.kit.data.read.row_types import MEDIA, BadRow, Message, Part, RowFormat
 from mvp_engine.kit.decoding import with_completion
+from mvp_engine.kit.openai_server import (
+    Call,
+    OpenAIServer,
+    RequestRefused,
+    as_chunks,
+    parse_calls,
+)
 from mvp_engine.kit.rl.prompts import Prompt, media_item, without_values
 from mvp_engine.kit.rl.settings import RLConfig
-
-# How most open models write a call in their text (Hermes, Qwen), without the name of a parser.
-CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-MAX_REQUEST = 2**28  # bytes of a request to `chat.url`
 
 
 class ContextFull(Exception):
     """There is no room, or no turn left, for another answer. Uncaught, it ends the episode with its rewards so far."""
-
-
-class Call(NamedTuple):
-    """A call of a tool in an answer."""
-
-    name: str
-    arguments: dict[str, Any]
-    id: str
 
 
 @dataclass(frozen=True)
@@ -332,43 +325,16 @@ class Chat:
         return Ask(self._sequence, [*before, *ids], [*before, *text_ids], media, batch)
 
     def _with_calls(self, answer: Answer) -> Answer:
-        """The answer with its calls, by the tokenizer's own parser or as Hermes' JSON."""
-        tokenizer = self._shared.settings.tokenizer
-        if getattr(tokenizer, "response_template", None):
-            before = with_completion(self._batch, None, self._since).input_ids.tolist()
-            try:
-                tools = list(self._prompt.tools) or None
-                parsed = tokenizer.parse_response(answer.tokens, prefix=before, tools=tools)
-            except (ValueError, TypeError, LookupError):
-                return _with(answer, (), answer.text)  # a policy may write anything
-            raw = parsed.get("tool_calls") or []
-            content = parsed.get("content") or ""
-        else:
-            raw = [_json(text) for text in CALL.findall(answer.text)]
-            content = CALL.sub("", answer.text).strip() if raw else answer.text
-        calls: list[Call] = []
-        for one in raw:
-            function = one.get("function", one) if isinstance(one, dict) else None
-            if isinstance(function, dict) and isinstance(function.get("name"), str):
-                arguments = function.get("arguments", {})
-                arguments = _json(arguments) if isinstance(arguments, str) else arguments
-                if isinstance(arguments, dict):
-                    number = f"call{self._shared.answers:02d}{len(calls):03d}"  # nine characters, as Mistral wants
-                    calls.append(Call(function["name"], arguments, number))
-        return _with(answer, tuple(calls), content if calls else answer.text)
-
-
-def _with(answer: Answer, calls: tuple[Call, ...], content: str) -> Answer:
-    return Answer(
-        answer.text, answer.tokens, answer.reason, answer.log_probs, answer.version, calls, content
-    )
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+        """The answer with its calls of tools."""
+        calls, content = parse_calls(
+            self._shared.settings.tokenizer,
+            answer.tokens,
+            answer.text,
+            lambda: with_completion(self._batch, None, self._since).input_ids.tolist(),
+            self._prompt.tools,
+            f"call{self._shared.answers:02d}",  # with three digits nine characters, as Mistral wants
+        )
+        return replace(answer, calls=tuple(calls), content=content)
 
 
 def _block(value: Any) -> Any:
@@ -424,21 +390,26 @@ class Served:
     is_answered: bool = False
 
 
-class RequestRefused(ValueError):
-    """A request that cannot become a turn."""
-
-
-class AgentServer(ThreadingHTTPServer):
-    daemon_threads = True
-
+class AgentServer(OpenAIServer):
     def __init__(self, chat: Chat) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__({"/v1/chat/completions": self.answer}, ["policy"])
         self.chat = chat
         prompt = chat._prompt
         self.served = [Served(chat, list(map(_key, prompt.messages)), prompt.tools)]
 
-    def complete(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The chat completion of a request."""
+    def answer(self, request: Mapping[str, Any], is_connected: Callable[[], bool]) -> Any:
+        """The chat completion of a request, or its stream: of an answer that is whole."""
+        try:
+            completion = self._complete(request)
+        except ContextFull as error:
+            raise RequestRefused(str(error), "context_length_exceeded") from None
+        except RequestRefused:
+            raise
+        except ValueError as error:  # the episode has ended, or a call of Chat out of order
+            raise RequestRefused(str(error)) from None
+        return as_chunks(completion) if request.get("stream") else completion
+
+    def _complete(self, request: Mapping[str, Any]) -> dict[str, Any]:
         if request.get("n", 1) != 1:
             raise RequestRefused("n must be 1: an episode has one answer for each request")
         raw = request.get("messages")
@@ -450,7 +421,7 @@ class AgentServer(ThreadingHTTPServer):
             reply: dict[str, Any] = {"role": "assistant", "content": answer.text}
             if answer.calls:
                 reply["content"] = answer.content or None
-                reply["tool_calls"] = list(map(_openai_call, answer.calls))
+                reply["tool_calls"] = [call.as_openai() for call in answer.calls]
             served.messages.append(_key(read_message(reply, "the answer")))
             served.is_answered = True
         reason = "tool_calls" if answer.calls else answer.reason
@@ -498,83 +469,3 @@ def _key(message: Message) -> Any:
             )
         )
     return message.role, [(part.kind, part.value) for part in message.parts], calls
-
-
-def _openai_call(call: Call) -> dict[str, Any]:
-    arguments = json.dumps(call.arguments, ensure_ascii=False)
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": arguments},
-    }
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: AgentServer
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged."""
-
-    def do_GET(self) -> None:
-        if self.path.rstrip("/").endswith("/models"):
-            self._send(200, {"object": "list", "data": [{"id": "policy", "object": "model"}]})
-        else:
-            self._fail(404, f"no route {self.path}: there are /v1/models and /v1/chat/completions")
-
-    def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        if not self.path.endswith("/chat/completions") or length > MAX_REQUEST:
-            self.close_connection = True
-            self._fail(
-                404, f"no route {self.path} for {length} bytes: there is /v1/chat/completions"
-            )
-            return
-        try:
-            request = json.loads(self.rfile.read(length))
-            if not isinstance(request, dict):
-                raise RequestRefused("the request is no JSON object")
-            completion = self.server.complete(request)
-        except ContextFull as error:
-            self._fail(400, str(error), "context_length_exceeded")
-        except (ValueError, BadRow) as error:
-            self._fail(400, str(error))
-        except Exception as error:  # as of tools that are no list
-            self._fail(500, f"{type(error).__name__}: {error}")
-            raise
-        else:
-            if request.get("stream"):
-                self._stream(completion)
-            else:
-                self._send(200, completion)
-
-    def _fail(self, status: int, message: str, code: str = "invalid_request_error") -> None:
-        self._send(
-            status, {"error": {"message": message, "type": "invalid_request_error", "code": code}}
-        )
-
-    def _send(self, status: int, value: Any) -> None:
-        self._write(status, "application/json", json.dumps(value).encode())
-
-    def _stream(self, completion: dict[str, Any]) -> None:
-        """The whole answer as one chunk, and one that ends it."""
-        (choice,) = completion["choices"]
-        delta = dict(choice["message"])
-        if "tool_calls" in delta:
-            delta["tool_calls"] = [
-                {"index": i, **call} for i, call in enumerate(delta["tool_calls"])
-            ]
-        chunks = [(delta, None), ({}, choice["finish_reason"])]
-        lines = []
-        for content, reason in chunks:
-            choices = [{"index": 0, "delta": content, "finish_reason": reason}]
-            chunk = {**completion, "object": "chat.completion.chunk", "choices": choices}
-            lines.append(f"data: {json.dumps(chunk)}\n\n")
-        self._write(200, "text/event-stream", ("".join(lines) + "data: [DONE]\n\n").encode())
-
-    def _write(self, status: int, kind: str, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
