@@ -300,7 +300,8 @@ def read_sweep(config: str, overrides: Sequence[str]) -> Sweep:
         if not override.is_sweep_override():
             fixed.append(word)
             continue
-        swept[key], value = override, override.value()
+        swept[key] = override
+        value: Any = override.value()
         if override.is_interval_sweep():
             firsts.append(f"{key}={int(value.start) if 'int' in value.tags else value.start}")
         else:
