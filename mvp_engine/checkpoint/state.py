@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mvp_engine.checkpoint import format as checkpoint_format
-from mvp_engine.checkpoint.format import Entry, Reader, from_bytes, to_bytes
+from mvp_engine.checkpoint.format import Entry, Reader, from_bytes, to_bytes, verify
 from mvp_engine.distributed import World
 from mvp_engine.distributed.dtensor import empty_sharded_like, is_writer, local_tensor
 from mvp_engine.distributed.world import raise_on_all_ranks
@@ -428,7 +428,8 @@ def restore(
 
 
 def read_state(folder: Path) -> SavedState:
-    """The state of a checkpoint that is no tensor."""
+    """The state of a checkpoint that is no tensor. Raises CorruptCheckpoint."""
+    verify(folder, names=lambda name: name == "shared" or name.startswith("rank."))
     reader = Reader(folder)
     return SavedState(from_bytes(reader.read("shared")), RankStates(reader, []))
 

@@ -30,10 +30,10 @@ from mvp_engine.engine.hooks import EngineHooks, StepContext
 from mvp_engine.engine.monitor import Meter, SkipGuard
 from mvp_engine.engine.state import (
     collect_state,
-    first_step_of_data,
     record_config,
     record_setup,
     refuse_beyond_the_end,
+    restart_changed_data,
     restore_state,
     with_intervals,
 )
@@ -90,8 +90,6 @@ class Engine(EngineHooks):
         self._training = False
         self._eval_loader: Iterable[Any] | None = None
         self.has_data = False  # `open_data` was called
-        self.data_start = 0  # the step at which the first epoch of the data began
-        self.restarts_data = False  # at this start (`resume_data`)
         self._closing = ExitStack()
 
     def __enter__(self) -> Engine:
@@ -442,8 +440,8 @@ class Engine(EngineHooks):
         accumulation = micro_batches_per_step(loader, *batch_sizes, self.layout)
         feed = Feed(loader, accumulation, self.world, self.layout)
         self.feed = self._closing.enter_context(closing(feed))
-        self.data_start = first_step_of_data(self)
-        self.total_steps = feed.planned_steps(self.config.train, self.data_start)
+        restart_changed_data(self)
+        self.total_steps = feed.planned_steps(self.config.train)
         self.config = with_intervals(self.config, self.total_steps)
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:

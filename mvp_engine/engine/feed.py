@@ -50,6 +50,8 @@ class Feed:
         self.world = world
         self.epoch = 0
         self.steps = 0  # in this epoch
+        self.first_step = 0  # of the training, at which the first epoch of these data began
+        self.is_restarted = False  # at this start: the data are others (`resume_data`)
         self.used = 0  # micro-batches of this rank since the epoch, or the loader's cursor, began
         self._steps_since_cursor = 0
         self._waited = 0.0
@@ -76,14 +78,13 @@ class Feed:
         except TypeError:
             return None
 
-    def planned_steps(self, train: Train, start: int = 0) -> int | None:
-        """Optimizer steps, if they are known; the first epoch began at step `start`. All ranks must call it."""
+    def planned_steps(self, train: Train) -> int | None:
+        """Optimizer steps of the training, if they are known. All ranks must call it."""
         of_ranks = self.world.all_gather(self.steps_per_epoch)  # loaders may differ in length
         limits = [train.max_steps]
         if train.epochs is not None and None not in of_ranks:
-            limits.append(
-                start + self._steps_in_epochs(train.epochs, max(of_ranks), train.max_steps)
-            )
+            in_epochs = self._steps_in_epochs(train.epochs, max(of_ranks), train.max_steps)
+            limits.append(self.first_step + in_epochs)
         return min((limit for limit in limits if limit is not None), default=None)
 
     def _steps_in_epochs(self, epochs: int, first: int, limit: int | None) -> int:
@@ -184,7 +185,7 @@ class Feed:
             )
         self._begin(self.epoch + 1)
 
-    def restart(self) -> None:
+    def rewind(self) -> None:
         """Start the first epoch."""
         self._begin(0)
 

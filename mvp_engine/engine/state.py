@@ -276,7 +276,7 @@ def collect_state(engine: Engine) -> dict[str, Tensor]:
         "evals_since_best": engine.evals_since_best,
         "evaluated_at": engine.evaluated_at,
         "feed": engine.feed.state_dict(),
-        "data_start": engine.data_start,
+        "first_step": engine.feed.first_step,
         "guard": engine.guard.state_dict(),
         "extra": engine.extra_state(),
     }
@@ -307,7 +307,7 @@ def restore_state(engine: Engine, checkpoint: Path) -> None:
     engine.evaluated_at = saved.shared["evaluated_at"]
     engine.saved_at = engine.step if _is_of_this_run(engine, checkpoint) else -1
     engine.guard.load_state_dict(saved.shared["guard"], engine.step)
-    if not engine.restarts_data:
+    if not engine.feed.is_restarted:
         _load_feed(engine, saved)
     engine.epoch = engine.feed.epoch
     engine.load_extra_state(saved.shared["extra"])
@@ -333,37 +333,38 @@ def _load_feed(engine: Engine, saved: SavedState) -> None:
     engine.feed.load_state_dict(feed, len(saved.ranks), lambda rank: saved.ranks[rank]["feed"])
 
 
-def first_step_of_data(engine: Engine) -> int:
-    """The step at which the first epoch of the training data began: 0, or where a resume met changed data.
+def restart_changed_data(engine: Engine) -> None:
+    """Set the step at which the first epoch of the training data began: 0, or where a resume met changed data.
 
     With `resume_data=restart` that is now, if the position of the checkpoint is not valid for the data: later resumes
     of the same command continue them. All ranks call it.
     """
-    if engine.checkpoint is None:
-        return 0
+    may_restart = engine.config.resume_data == "restart"
+    if engine.checkpoint is None or not (may_restart or "data_restarts" in engine.run.info):
+        return
+    feed = engine.feed
     saved = None
     with contextlib.suppress(CorruptCheckpoint, OSError, KeyError):  # reported when it is loaded
         saved = read_state(engine.checkpoint)
-    if saved is None or "step" not in saved.shared:
-        return 0
+        feed.first_step = int(saved.shared.get("first_step", 0))
+    if not may_restart:
+        return
     reason = None
-    if engine.config.resume_data == "restart":
+    if saved is not None and "step" in saved.shared:
         try:
             _load_feed(engine, saved)
         except UserError as error:
-            reason = str(error)
-        engine.feed.restart()
-    if not engine.world.any(reason is not None)[0]:
-        return int(saved.shared.get("data_start", 0))
-    engine.restarts_data = True
-    step = int(saved.shared["step"])
-    LOGGER.warning(
-        "resume_data=restart: the first epoch of changed data begins at step %d. %s", step, reason
-    )
+            reason = str(error).partition(": ")[0]
+        feed.rewind()
+    is_changed = engine.world.any(reason is not None)[0]
+    if not is_changed or saved is None:
+        return
+    feed.is_restarted = True
+    feed.first_step = step = int(saved.shared["step"])
+    LOGGER.warning("resume_data=restart: the first epoch begins at step %d, since %s", step, reason)
     if engine.world.is_main:
         restarts = engine.run.info.get("data_restarts", [])
         engine.run.note(data_restarts=[*restarts, {"step": step, "why": reason}])
-    return step
 
 
 def _restore_newest_intact(engine: Engine, checkpoint: Path) -> tuple[SavedState, Path]:

@@ -27,6 +27,7 @@ from mvp_engine.errors import TryAgain, UserError
 from mvp_engine.kit.data.kit import MLLMDataKit
 from mvp_engine.kit.data.measured_sources import SAMPLED_ROWS
 from mvp_engine.kit.data.settings import GLOBAL_BATCH_TOKENS, MLLMData, data_section
+from mvp_engine.kit.model import with_saved_lora
 from mvp_engine.runs import Run
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def _row_tokens(kit: MLLMDataKit, split: str) -> np.ndarray:
 
 def with_choice(engine: MLLMEngine) -> Any:
     """The engine's config with numbers in place of `auto`. All ranks must call it."""
-    config = engine.config
+    engine.config = config = with_saved_lora(engine.config)
     section, data = data_section(config)
     if not is_open(config, data):
         return config

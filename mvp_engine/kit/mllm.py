@@ -33,7 +33,6 @@ class MLLMEngine(Engine):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.config = model_kit.with_saved_lora(self.config)
         self.config = with_choice(self)  # numbers in place of `auto`
 
     def prepare_model(self) -> nn.Module:

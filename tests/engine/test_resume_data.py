@@ -33,7 +33,7 @@ def test_changed_data_are_refused_or_begin_with_their_first_epoch_once(vlm_folde
     assert "resume_data=restart" in capsys.readouterr().err
     assert mvp(f"{more} resume_data=restart train.max_steps=6") == 0
     log = log_of(vlm_folder / "outputs")
-    assert "the first epoch of changed data begins at step 4" in log
+    assert "the first epoch begins at step 4, since the rows" in log
     assert [one["step"] for one in read_json(run.dir / "run.json")["data_restarts"]] == [4]
     at_six = len(json_lines(run.dir / "metrics.jsonl"))
     # The same command again continues the new rows, to the end of their first epoch.

@@ -350,7 +350,7 @@ class RLEngine(Engine):
         self.rollout = self._closing.enter_context(closing(self.prepare_rollout()))
         if self.runs_freely:
             self.collector = self._free_buffer(apart)
-        if not self.restarts_data:
+        if not self.feed.is_restarted:
             self.collector.load_state_dict(self.model_engine.restored_pending)
         self.model_engine.pending_state = self.collector.state_dict
 
