@@ -144,6 +144,8 @@ def _filesystem(url: str) -> tuple[Any, str]:
     elif extra == "azure":
         options |= {"connection_timeout": 10, "read_timeout": 30}
     found: tuple[Any, str] = url_to_fs(url, **options)
+    if extra == "s3":
+        found[0].retries = 2  # more of them, without a word, would take minutes
     return found
 
 

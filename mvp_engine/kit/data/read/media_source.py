@@ -122,7 +122,7 @@ def open_media(
         return _decode_data_uri(text, what)
     if text.startswith("file://"):
         text = unquote(urlsplit(text).path)
-    elif is_url(text) or is_url(root):
+    elif "://" in text[:16] or (":/" in str(root) and is_url(root)):
         return _fetch(text, limits, root, what)
     return _resolve_file(text, limits, root, what)
 
