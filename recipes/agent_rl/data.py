@@ -1,4 +1,4 @@
-"""The data of the CPU configs, built once into a folder: places and goals on a line, and chats that walk at random."""
+"""The data of the CPU configs, built once into a folder: places and goals on a line, and chats that walk badly."""
 
 import json
 from itertools import permutations
@@ -10,6 +10,7 @@ from mvp_engine.kit.tiny_processors import word_tokenizer
 
 from .agent import MOVES, SIZE, STEPS, moved, observation
 
+WALKS_RIGHT = 0.4  # of the moves of chats
 HELD_OUT = 4  # every so many of the places and goals
 
 
@@ -31,11 +32,12 @@ def build(folder: Path, chats: int) -> None:
 
 
 def chat(row: dict[str, Any], random: Random) -> dict[str, Any]:
-    """A conversation of random moves."""
+    """A conversation whose moves lead away from the goal more often than to it."""
     place = row["place"]
+    away, right = MOVES if row["goal"] > place else reversed(MOVES)
     messages = []
     for _ in range(STEPS):
-        move = random.choice(list(MOVES))
+        move = right if random.random() < WALKS_RIGHT else away
         messages.append({"role": "user", "content": observation(place, row["goal"])})
         messages.append({"role": "assistant", "content": move})
         place = moved(place, move)
