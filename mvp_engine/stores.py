@@ -236,32 +236,56 @@ def _entry(info: dict[str, Any]) -> Entry:
 
 
 def list_files(url: str | Path) -> dict[str, Entry]:
-    """The files that a URL names, sorted: itself, all below a folder, or those that match a pattern; maybe none."""
+    """The files that a URL names, sorted: itself, all below a folder, or those that match a pattern; maybe none.
+
+    By `ls`: `find` and `glob` of fsspec take an outage for an empty folder.
+    """
     url = as_url(url)
-
-    def work(fs: Any, path: str) -> dict[str, Entry]:
-        if is_pattern:
-            found = fs.glob(path, detail=True)
-        elif url.startswith("http") and not path.endswith("/"):
-            found = {path: fs.info(path)}
-        else:
-            found = fs.find(path, detail=True)
-        whole = fs._strip_protocol(fixed)
-        files: dict[str, Entry] = {}
-        for name, info in found.items():
-            if info.get("type") != "directory" and not name.endswith("/"):
-                below = name.removeprefix(whole).lstrip("/")
-                info = fs.info(name) if url.startswith("http") else info
-                files[f"{fixed}/{below}" if below else fixed] = _entry(info)
-        return files
-
+    is_web = url.startswith("http")
     is_pattern = _is_pattern(url)
     # The part before the first pattern: names that a store returns may lack the scheme, or have another one.
     fixed = _MAGIC.split(url)[0].rpartition("/")[0] if is_pattern else url.rstrip("/")
+    pattern = url.removeprefix(f"{fixed}/") if is_pattern else "**"
+    depth = 10**9 if "**" in pattern else pattern.count("/")
+
+    def work(fs: Any, path: str) -> dict[str, Entry]:
+        from fsspec.utils import glob_translate
+
+        if is_web and not is_pattern and not path.endswith("/"):
+            return {url: _entry(fs.info(path))}
+        root = fs._strip_protocol(fixed)
+        matches = re.compile(glob_translate(pattern)).match
+        files: dict[str, Entry] = {}
+        folders = [f"{root}/" if is_web else root]
+        for folder in folders:
+            for info in _entries(fs, folder, url, folder == folders[0]):
+                below = info["name"].removeprefix(root).strip("/")
+                if info["type"] == "directory":
+                    if below and below.count("/") < depth and info["name"] not in folders:
+                        folders.append(info["name"])
+                elif (
+                    not info["name"].endswith("/")
+                    and "?" not in below
+                    and (not below or matches(below))
+                ):
+                    entry = _entry(fs.info(info["name"]) if is_web else info)
+                    files[f"{fixed}/{below}" if below else fixed] = entry
+        return files
+
     try:
         return dict(sorted(_request(url, "listing", work).items()))
     except MissingUrl:
         return {}
+
+
+def _entries(fs: Any, folder: str, url: str, is_root: bool) -> list[dict[str, Any]]:
+    try:
+        found: list[dict[str, Any]] = fs.ls(folder, detail=True)
+        return found
+    except FileNotFoundError as error:
+        if is_root or not _is_missing(error, url):
+            raise
+        return []  # deleted meanwhile
 
 
 def _is_pattern(url: str) -> bool:
@@ -326,8 +350,9 @@ def upload_folder(folder: Path, url: str | Path, last: str) -> None:
 
 def remove_url(url: str | Path) -> None:
     """Delete a file, or a folder with all its files; one that is not there is no error."""
-    with contextlib.suppress(MissingUrl):
-        _request(as_url(url), "deleting", lambda fs, path: fs.rm(path, recursive=True))
+    for file in list_files(url):
+        with contextlib.suppress(MissingUrl):
+            _request(file, "deleting", lambda fs, path: fs.rm_file(path))
 
 
 def _writable(fs: Any, url: str | Path) -> Any:

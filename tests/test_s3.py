@@ -299,6 +299,21 @@ def test_every_request_of_a_store_survives_an_outage(server, mode, monkeypatch, 
     print(mode, f"{time.monotonic() - started:.1f} s", server.faults)
 
 
+def test_listing_in_an_outage_is_an_error_not_an_empty_folder(server, monkeypatch):
+    stores.write_url(f"{BUCKET}/runs/a/run.json", b"1")
+    urls = [
+        f"{BUCKET}/runs/{end}" for end in ("a/run.json", "a", "*/run.json", "a/*.json", "**/*.json")
+    ]
+    assert [stores.list_url(url) for url in urls] == [urls[:1]] * 5
+    assert stores.list_url(f"{BUCKET}/none/*.json") == []
+    monkeypatch.setenv("MVP_STORE_SECONDS", "0.5")
+    server.mode = "503"
+    for url in urls:
+        for call in (stores.list_url, stores.remove_url):
+            with pytest.raises(stores.StoreError, match="listing"):
+                call(url)
+
+
 def test_refused_credentials_and_missing_buckets_end_at_once(server, capfd, workspace):
     started = time.monotonic()
     with pytest.raises(stores.StoreError):

@@ -136,6 +136,22 @@ def test_request_that_keeps_failing_ends_with_url_attempts_and_last_error(server
     assert time.monotonic() - started < 2
 
 
+def test_listing_and_deleting_in_an_outage_are_errors_not_empty_folders(server, monkeypatch):
+    monkeypatch.setenv("MVP_STORE_SECONDS", "0.1")
+    server.files["/d/"] = b'<a href="x">x</a> <a href="?C=N">by name</a>'
+    server.files["/d/x"] = b"content"
+    assert stores.list_url(f"{server.url}/d/") == [f"{server.url}/d/x"]
+    for call, url in (
+        (stores.list_url, "/d/"),
+        (stores.list_url, "/d/*"),
+        (stores.remove_url, "/d/"),
+    ):
+        server.faults[:] = [503] * 50
+        with pytest.raises(stores.StoreError, match="503"):
+            call(f"{server.url}{url}")
+    server.faults.clear()
+
+
 def test_refusals_and_missing_files_are_not_retried(server):
     server.faults += [403, 403]
     with pytest.raises(stores.StoreError, match="refused"):
