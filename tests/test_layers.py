@@ -37,7 +37,7 @@ PLUGIN_KITS = {"actions", "flow", "plan", "preference", "rl", "speech"}
 APART = PLUGIN_KITS - {"plan"}
 # What a reader feels of the size of the package, from scripts/house.py. They go down; one that goes up needs a line in
 # docs/architecture.md, "Size", which says what the reader gets for it.
-FILES = 263
+FILES = 265
 ONE_IMPORTER_MODULES = 33
 CONFIG_KEYS = 154
 UNSET_KEYS = 19  # that no shipped config sets

@@ -19,7 +19,8 @@ from mvp_engine.kit import MLLMData, MLLMDataKit
 from mvp_engine.kit.data.encode import row_encoder
 from mvp_engine.kit.data.pack import costs as costing
 from mvp_engine.kit.data.pack import plan as planning
-from mvp_engine.kit.data.pack.plan import make_packs, make_plan
+from mvp_engine.kit.data.pack.packer import make_packs
+from mvp_engine.kit.data.pack.plan import make_plan
 
 
 def lengths(rows, seed=0, most=4096):

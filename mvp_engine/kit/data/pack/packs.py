@@ -31,14 +31,13 @@ from mvp_engine.data.loader import ROW_TIMER, MediaKinds
 from mvp_engine.errors import UserError, count
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
 from mvp_engine.kit.data.pack.costs import MEDIA_BITS, Costs
+from mvp_engine.kit.data.pack.packer import WINDOW_PACKS, packed_rows
 from mvp_engine.kit.data.pack.plan import (
     PACED_WINDOW,
-    WINDOW_PACKS,
     Mixture,
     Origin,
     PacedMixture,
     Plan,
-    make_packs,
     make_plan,
     paced,
 )
@@ -251,7 +250,8 @@ class PackDataset(Dataset[Any]):
         if epoch == self.epoch:
             return len(self.plan)
         _, tokens, encoder = self._rows(epoch)
-        return len(make_packs(tokens, encoder, self.budget, self._window)[: self.max_packs])
+        _, ends = packed_rows(tokens, encoder, self.budget, self._window)
+        return len(ends[: self.max_packs])
 
     def seen(self, packs: int) -> np.ndarray:
         """Rows and tokens of each source in the first packs of this epoch: (sources, 2)."""

@@ -13,11 +13,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,22 +24,15 @@ import torch
 
 from mvp_engine.data import derived_seed
 from mvp_engine.errors import UserError
+from mvp_engine.kit.data.pack.packer import (
+    ENCODER_VALUES_PER_TOKEN,
+    WINDOW_PACKS,
+    packed_rows,
+    row_windows,
+)
 from mvp_engine.kit.data.read.sources import Source
 from mvp_engine.kit.data.settings import Mixing, Weight
 
-# Packs that are filled together. 1,024 leave hardly a gap, and are few enough that a row has other neighbours in
-# every epoch.
-WINDOW_PACKS = 1024
-# Values read by an encoder that cost about as much work as one token of the language model.
-ENCODER_VALUES_PER_TOKEN = 1024
-# Rows with media, and as many without, that are compared for one place in a pack.
-NUM_CANDIDATES = 8
-# This share of a pack is filled with rows in their shuffled order, whatever their size.
-IN_ORDER_SHARE = 0.9
-# A row with more than this share of the encoder work that the pack still needs is not taken in order.
-MAX_WORK_SHARE = 0.5
-# When less than this share of a pack is left, rows are chosen by size alone.
-SIZE_ONLY_SHARE = 0.02
 PACED_WINDOW = 128  # packs that are filled together: rows stay near their time
 CELLS = 4096  # parts of a training in which shares are constant, where they change
 CAP_ROUNDS = 64  # of scaling sources down to their cap
@@ -94,149 +86,33 @@ def make_plan(
     shuffle: np.random.Generator | None = None,
     max_packs: int | None = None,
     window: int = WINDOW_PACKS,
-    arrange: Callable[[list[list[int]]], list[list[int]]] | None = None,
+    arrange: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
 ) -> Plan:
     """Pack the rows of an epoch into packs of about equal work, and group the packs into steps.
 
     `order` holds (source, row) pairs, `tokens` and `encoder` their costs. Inside a step the packs are sorted by work:
     the ranks take neighbours of that order in one micro-batch, so they wait least for each other. The first
-    `max_packs` packs are the same for any `packs_per_step`. `arrange` puts the packs in order, instead of `shuffle`.
+    `max_packs` packs are the same for any `packs_per_step`. `arrange` puts the packs in order, instead of `shuffle`: it
+    gets what `packed_rows` returns.
     """
-    packs = make_packs(tokens, encoder, budget, window)
+    rows, ends = packed_rows(tokens, encoder, budget, window)
+    number = np.arange(len(ends))
     if arrange is not None:
-        packs = arrange(packs)
+        number = arrange(rows, ends)
     elif shuffle is not None:
-        packs = [packs[i] for i in shuffle.permutation(len(packs))]
-    packs = packs[:max_packs]
-    row_work = tokens + encoder // ENCODER_VALUES_PER_TOKEN
-    pack_work = [int(row_work[pack].sum()) for pack in packs]
-    sorted_packs = []
-    for start in range(0, len(packs), packs_per_step):
-        step = range(start, min(start + packs_per_step, len(packs)))
-        for index in sorted(step, key=lambda i: -pack_work[i]):
-            sorted_packs.append(packs[index])
-    flat = np.array(list(chain.from_iterable(sorted_packs)), np.int64)
-    ends = np.cumsum([len(pack) for pack in sorted_packs], dtype=np.int64)
-    return Plan(order[flat].astype(np.int64), ends, tokens[flat], budget, packs_per_step)
-
-
-def make_packs(
-    tokens: np.ndarray, encoder: np.ndarray, budget: int, window: int = WINDOW_PACKS
-) -> list[list[int]]:
-    """Indices of rows in packs of at most `budget` tokens and about equal encoder work.
-
-    Rows are packed window by window: a pack only holds rows that are near each other in the given order.
-    """
-    if len(tokens) and not 0 < int(tokens.min()) <= int(tokens.max()) <= budget:
-        raise ValueError(
-            f"rows of {tokens.min()} to {tokens.max()} tokens do not fit packs of {budget}"
-        )
-    window_of_row = row_windows(tokens, budget, window)
-    borders = [0, *(np.flatnonzero(np.diff(window_of_row)) + 1).tolist(), len(tokens)]
-    packs = []
-    for start, end in pairwise(borders):
-        packer = _WindowPacker(tokens[start:end].tolist(), encoder[start:end].tolist(), budget)
-        for pack in packer.packs():
-            packs.append([start + row for row in pack])
-    return packs
-
-
-def row_windows(tokens: np.ndarray, budget: int, window: int) -> np.ndarray:
-    """The number of the window that each row is packed in."""
-    found: np.ndarray = (np.cumsum(tokens) - 1) // (window * budget)
-    return found
-
-
-class _Pool:
-    """Rows of a window that are not packed yet, sorted by (tokens, row), with their encoder work per token."""
-
-    def __init__(self, rows: Iterable[int], tokens: list[int], encoder: list[int]) -> None:
-        self.rows = sorted((tokens[row], row) for row in rows)
-        self.density = [encoder[row] / size for size, row in self.rows]
-
-    def index(self, size: int, row: int) -> int:
-        return bisect_left(self.rows, (size, row))
-
-    def pop(self, index: int) -> int:
-        del self.density[index]
-        return self.rows.pop(index)[1]
-
-
-class _WindowPacker:
-    """Packs the rows of one window, one pack after the other.
-
-    A pack starts with rows in their order. Rows of one size are often of one kind, and packs filled by size alone
-    would put them into the same steps. The rest of the pack is filled with the largest rows that fit: among a few of
-    them the packer takes the row that has the encoder work per token that the pack still needs.
-    """
-
-    def __init__(self, tokens: list[int], encoder: list[int], budget: int) -> None:
-        self.tokens = tokens
-        self.encoder = encoder
-        self.budget = budget
-        rows = range(len(tokens))
-        self.media = _Pool([row for row in rows if encoder[row] > 0], tokens, encoder)
-        self.text = _Pool([row for row in rows if encoder[row] == 0], tokens, encoder)
-        self.tokens_left = sum(tokens)
-        self.work_left = sum(encoder)
-        self.packed = bytearray(len(tokens))  # 1 for rows that are in a pack
-        self.first = 0  # the first row that is not
-
-    def packs(self) -> list[list[int]]:
-        packs = []
-        while self.tokens_left:
-            packs.append(self._next_pack())
-        return packs
-
-    def _next_pack(self) -> list[int]:
-        pack: list[int] = []
-        room = self.budget
-        need = self.work_left * self.budget / self.tokens_left  # encoder work, for an equal share
-        while room:
-            self.first = self.packed.find(0, self.first)
-            if self._fits_in_order(room, need):
-                row = self.first
-                pool = self.media if self.encoder[row] else self.text
-                index = pool.index(self.tokens[row], row)
-            else:
-                by_size = not pack or not need or room < SIZE_ONLY_SHARE * self.budget
-                found = self._largest(room, None if by_size else need / room)
-                if found is None:
-                    break
-                pool, index = found
-            row = pool.pop(index)
-            self.packed[row] = 1
-            pack.append(row)
-            room -= self.tokens[row]
-            need -= self.encoder[row]
-            self.tokens_left -= self.tokens[row]
-            self.work_left -= self.encoder[row]
-        return sorted(pack)
-
-    def _fits_in_order(self, room: int, need: float) -> bool:
-        if self.first < 0:
-            return False
-        size_fits = self.tokens[self.first] <= room - (1 - IN_ORDER_SHARE) * self.budget
-        return size_fits and self.encoder[self.first] <= MAX_WORK_SHARE * need
-
-    def _largest(self, room: int, density: float | None) -> tuple[_Pool, int] | None:
-        """One of the largest rows that fit: the nearest to this work per token; None: simply the largest."""
-        best = None
-        least_error = math.inf
-        largest = 0
-        num_candidates = 1 if density is None else NUM_CANDIDATES
-        for pool in (self.media, self.text):
-            end = bisect_left(
-                pool.rows, (room + 1, -1)
-            )  # the rows before it have at most `room` tokens
-            for index in range(max(0, end - num_candidates), end):
-                error = 0.0 if density is None else abs(pool.density[index] - density)
-                size = pool.rows[index][0]
-                if error < least_error or (error == least_error and size > largest):
-                    best = pool, index
-                    least_error = error
-                    largest = size
-        return best
+        number = shuffle.permutation(len(ends))
+    number = number[:max_packs]
+    begins = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    if len(number):
+        work = np.add.reduceat((tokens + encoder // ENCODER_VALUES_PER_TOKEN)[rows], begins)[number]
+        number = number[np.lexsort((-work, np.arange(len(number)) // packs_per_step))]
+    sizes = (ends - begins)[number]
+    ends = np.cumsum(sizes)
+    # Row k of the plan is at this place of the packs in their first order.
+    place = np.repeat(begins[number] - (ends - sizes), sizes)
+    place += np.arange(len(place))
+    rows = rows[place]
+    return Plan(order[rows].astype(np.int64), ends, tokens[rows], budget, packs_per_step)
 
 
 # ---- Mixtures: which rows an epoch has, and in which order ----------------------------------------
@@ -531,30 +407,33 @@ def _inverse(grid: tuple[np.ndarray, np.ndarray], index: int, given: np.ndarray)
 
 
 def paced(
-    packs: list[list[int]],
+    rows: np.ndarray,
+    ends: np.ndarray,
     source: np.ndarray,
     tokens: np.ndarray,
     sizes: tuple[int, int],
     random: np.random.Generator,
-) -> list[list[int]]:
+) -> np.ndarray:
     """The packs of each window, in an order in which sources give their tokens as the rows in their order do.
 
-    `sizes`: the number of sources, and the tokens of a pack.
+    `rows` and `ends` are those of `packed_rows`. `sizes`: the number of sources, and the tokens of a pack.
     """
     num_sources, budget = sizes
     window_of_row = row_windows(tokens, budget, PACED_WINDOW)
-    by_window: dict[int, list[int]] = {}
-    for number, pack in enumerate(packs):
-        by_window.setdefault(int(window_of_row[pack[0]]), []).append(number)
+    begins = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    window_of_pack = window_of_row[rows[begins]]
     of_sources = np.zeros((len(tokens), num_sources), np.int64)
     of_sources[np.arange(len(tokens)), source] = tokens
+    of_packs = np.add.reduceat(of_sources[rows], begins)
     ordered = []
-    for window, numbers in by_window.items():
-        drawn = random.permutation(numbers)
-        held = np.array([of_sources[packs[i]].sum(0) for i in drawn])
+    borders = np.concatenate([[0], np.flatnonzero(np.diff(window_of_pack)) + 1, [len(ends)]])
+    for begin, end in pairwise(borders.tolist()):
+        drawn = random.permutation(np.arange(begin, end))
+        held = of_packs[drawn]
         # What each source should have given after so many tokens: as the rows of the window come in their order.
-        first, end = np.searchsorted(window_of_row, [window, window + 1])
-        due = np.cumsum(of_sources[first:end], axis=0)
+        window = window_of_pack[begin]
+        first, last = np.searchsorted(window_of_row, [window, window + 1])
+        due = np.cumsum(of_sources[first:last], axis=0)
         due_in_all = due.sum(1)
         given = np.zeros(num_sources)
         left = np.arange(len(drawn))
@@ -563,6 +442,6 @@ def paced(
             wanted = due[np.minimum(np.searchsorted(due_in_all, after.sum(1)), len(due) - 1)]
             chosen = int(np.abs(after - wanted).max(1).argmin())
             given = after[chosen]
-            ordered.append(packs[int(drawn[left[chosen]])])
+            ordered.append(int(drawn[left[chosen]]))
             left = np.delete(left, chosen)
-    return ordered
+    return np.array(ordered, np.int64)
