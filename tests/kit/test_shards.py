@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import random
+import shlex
 import tarfile
 from collections import Counter
 from itertools import chain, islice
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import user_error
+from conftest import mvp, read_metrics, user_error
 from run_files import json_lines
 from templates.tiny import tokenizer
 from test_kit import made, write
@@ -152,6 +153,9 @@ def test_resume_on_other_ranks_reads_little_again_and_each_row_comes_once(
         assert all(len(json.dumps(state)) < 8000 for state in states)
     lost = set(range(77 * ROWS + 4, 78 * ROWS))  # the sample before the damage may be incomplete
     assert seen == Counter(set(range(SHARDS * ROWS)) - lost)
+    rows = [next(iter(loader.seen().values())) for loader in found]
+    assert sum(one["rows"] for one in rows) == sum(seen.values())
+    assert rows[0]["tokens"] > rows[0]["rows"]
     # Read again: the windows that lanes were in, and the shards that were split between lanes, three times each.
     assert sum(read_bytes) < 1.5 * size
     [line] = json_lines(tmp_path / "run" / "bad_rows.jsonl")
@@ -330,6 +334,14 @@ def test_prepared_rows_are_read_as_shards(tmp_path, monkeypatch):
             parts = batch.input_ids.split(batch.lengths.tolist())
             for number, ids in zip(batch.sequence_fields["number"].tolist(), parts, strict=True):
                 assert by_number[number] == ids.tolist()
+    # Rows that are too long for this training, and those that were when they were prepared, are left out.
+    short = made(file, tokenizer("zephyr"), fields={"number": "int"}, max_length=12)
+    kept = sorted(numbers(short.loader()))
+    assert 10 < len(kept) < 90
+    for source in (out, prepared(short, tmp_path / "short")):
+        loader = kit(source / "train" / "rows", max_length=12).stream_loader()
+        assert sorted(numbers(loader)) == kept
+        assert loader.dropped == 100 - len(kept)
     settings = MLLMData.model_validate({**stream.settings.model_dump(), "pairs": True})
     with user_error("another template than that of this training"):
         MLLMDataKit(settings, tokenizer("zephyr")).stream_loader()
@@ -349,3 +361,50 @@ def test_sources_that_are_no_shards_are_named_with_a_fix(tmp_path):
     ):
         with user_error(error):
             Stream("s", str(tmp_path / name))
+
+
+# ---- Commands --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["prepared", "prepared shards", "shards"])
+def test_commands_know_shards_and_prepared_rows(vlm_folder, capsys, kind):
+    words = "model.path=model data.pack_tokens=64 data.global_batch_tokens=256 train.max_steps=2 data.num_workers=0"
+    words += (
+        " eval.steps=null eval.generation=null export_link=null model.activation_checkpointing=none"
+    )
+    (vlm_folder / "rows").mkdir()
+    for shard in range(6):
+        rows = [{"text": f"row {i} " + "word " * (i % 9)} for i in range(20)]
+        write(vlm_folder / "rows" / f"{shard}.jsonl", rows)
+    sources = "{rows: {path: rows/*.jsonl, hold_out: null}}"
+    if kind == "shards":
+        words += " data.sources={rows: {path: rows/*.jsonl, hold_out: null, stream: true}}"
+    else:
+        assert mvp(f"data prepare sft/full out {words}", f"data.sources={sources}") == 0
+        words += " data.sources=out"
+        if kind != "prepared":
+            words = words.replace(
+                "=out", "={rows: {path: out/train/rows, hold_out: null, stream: true}}"
+            )
+    words = shlex.split(words.replace("={", "='{").replace("true}}", "true}}'"))
+    capsys.readouterr()
+    assert mvp("data inspect sft/full --json", *words) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["sources"][0]["good"] == facts["sources"][0]["rows"] == 120
+    loading = facts["loading"]
+    assert loading["shards"] == {"prepared": 1, "prepared shards": 1, "shards": 6}[kind]
+    assert loading["bytes"] > 1000
+    assert loading["tokens_per_s"] > 100
+    assert loading["bytes_per_step"] or kind == "prepared shards"
+    assert mvp("data inspect sft/full", *words) == 0
+    assert "tokens/s" in capsys.readouterr().out
+    assert mvp("check sft/full --json", *words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["problems"] == []
+    assert found["data"]["loading"]["shards"]
+    assert mvp("plan sft/full --gpu H100 --json", *words) == 0
+    assert json.loads(capsys.readouterr().out)["fits"]
+    assert mvp("train sft/full log.interval=1 run_id=one", *words) == 0
+    losses = [record["loss"] for record in read_metrics(vlm_folder / "outputs")]
+    assert len(losses) == 2

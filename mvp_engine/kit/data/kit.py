@@ -123,6 +123,7 @@ class MLLMDataKit(MeasuredSources):
             seed=seed,
             shuffle=split == "train" if shuffle is None else shuffle,
             max_packs=max_packs,
+            cache=self.cache,
         )
 
     def loader(

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ import torch
 
 from mvp_engine.data import derived_seed
 from mvp_engine.errors import UserError
+from mvp_engine.files import atomic_path
+from mvp_engine.kit.data.pack.costs import map_arrays
 from mvp_engine.kit.data.pack.packer import (
     ENCODER_VALUES_PER_TOKEN,
     WINDOW_PACKS,
@@ -34,53 +37,140 @@ from mvp_engine.kit.data.read.sources import Source
 from mvp_engine.kit.data.settings import Mixing, Weight
 
 PACED_WINDOW = 128  # packs that are filled together: rows stay near their time
+MARK = 1024  # packs between two entries of `Plan.marks`
+DIGEST_ROWS = 1 << 20
+LARGE_ROWS = (
+    1 << 21
+)  # rows of an epoch from which on one process writes its plan, and the others read their part
 CELLS = 4096  # parts of a training in which shares are constant, where they change
 CAP_ROUNDS = 64  # of scaling sources down to their cap
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The packs of an epoch: pack i is `rows[ends[i - 1] : ends[i]]`, with one (source, row) pair per line."""
+    """The packs of an epoch: pack i is `samples[ends[i - 1] : ends[i]]`. Arrays of a stored plan are memory-mapped."""
 
-    rows: np.ndarray
+    samples: np.ndarray  # ids, which count through all sources
     ends: np.ndarray
     tokens: np.ndarray  # of each row, as measured
+    first: np.ndarray  # the sample id of the first row of each source, and of the end
     budget: int
     packs_per_step: int
+    media: np.ndarray | None = None  # the kinds of media of each pack, as bits
+    places: np.ndarray | None = None  # of rows in the passes over their source, in a `PacedMixture`
+    marks: np.ndarray | None = None  # rows and tokens of each source before every MARK-th pack
+    stored_digest: str | None = None
 
     def __len__(self) -> int:
         return len(self.ends)
 
     def pack(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """The (source, row) pairs of a pack, and the tokens of each."""
-        start = int(self.ends[index - 1]) if index else 0
-        part = slice(start, int(self.ends[index]))
-        return self.rows[part], self.tokens[part]
+        part = slice(int(self.ends[index - 1]) if index else 0, int(self.ends[index]))
+        samples = self.samples[part]
+        source = np.searchsorted(self.first, samples, side="right") - 1
+        return np.stack([source, samples - self.first[source]], axis=1), self.tokens[part]
+
+    def rows_of(self, first: int, last: int) -> slice:
+        """Where the rows of the packs `first` to `last` (exclusive) are."""
+        begin, end = (int(self.ends[packs - 1]) if packs else 0 for packs in (first, last))
+        return slice(begin, end)
+
+    def pairs(self, samples: np.ndarray) -> np.ndarray:
+        return pairs_of(samples, self.first)
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows_of(0, len(self)).stop
 
     @property
     def steps(self) -> int:
         return -(-len(self) // self.packs_per_step)
 
+    @cached_property
+    def num_tokens(self) -> int:
+        return int(self.seen(len(self))[:, 1].sum())
+
     @property
     def fill_ratio(self) -> float:
         """Tokens in all packs divided by the tokens that fit into them."""
-        return int(self.tokens.sum()) / max(1, len(self) * self.budget)
+        return self.num_tokens / max(1, len(self) * self.budget)
+
+    def seen(self, packs: int) -> np.ndarray:
+        """Rows and tokens of each source in the first packs: (sources, 2)."""
+        if self.marks is None:
+            return self._count(0, packs)
+        return self.marks[packs // MARK] + self._count(packs // MARK * MARK, packs)
+
+    def _count(self, first: int, last: int) -> np.ndarray:
+        part = self.rows_of(first, last)
+        source = np.searchsorted(self.first, self.samples[part], side="right") - 1
+        sources = len(self.first) - 1
+        tokens = np.bincount(source, self.tokens[part], minlength=sources)
+        counts = [np.bincount(source, minlength=sources), tokens]
+        return np.stack(counts, axis=1).astype(np.int64)
+
+    def marked(self) -> np.ndarray:
+        counts = [
+            self._count(first, min(first + MARK, len(self))) for first in range(0, len(self), MARK)
+        ]
+        return np.cumsum([np.zeros((len(self.first) - 1, 2), np.int64), *counts], axis=0)
 
     @cached_property
     def digest(self) -> str:
         """A hash of the whole plan. Checkpoints hold it, so it must not change for an equal plan."""
+        if self.stored_digest is not None:
+            return self.stored_digest
         digest = hashlib.blake2b(digest_size=8)
-        sizes = np.array([self.budget, self.packs_per_step])
-        for part in (sizes, self.ends, self.rows, self.tokens):
-            digest.update(np.ascontiguousarray(part, np.int64).tobytes())
+        digest.update(np.array([self.budget, self.packs_per_step], np.int64).tobytes())
+        for part, values in ((self.ends, int), (self.samples, self.pairs), (self.tokens, int)):
+            for begin in range(0, len(part), DIGEST_ROWS):
+                chunk = part[begin : begin + DIGEST_ROWS]
+                chunk = self.pairs(chunk) if values == self.pairs else chunk
+                digest.update(np.ascontiguousarray(chunk, np.int64).tobytes())
         return digest.hexdigest()
+
+    # ---- On disk --------------------------------------------------------------------------------
+
+    def write(self, file: Path) -> None:
+        """Write the plan, with what a rank would otherwise read all rows for."""
+        arrays = {
+            "samples": self.samples.astype(np.uint32 if self.first[-1] < 1 << 32 else np.int64),
+            "ends": self.ends,
+            "tokens": self.tokens.astype(np.uint32),
+            "first": self.first,
+            "sizes": np.array([self.budget, self.packs_per_step], np.int64),
+            "marks": self.marked(),
+            "digest": np.frombuffer(self.digest.encode(), np.uint8),
+        }
+        for name in ("media", "places"):
+            if (more := getattr(self, name)) is not None:
+                arrays[name] = more
+        with atomic_path(file) as temporary, open(temporary, "wb") as out:
+            np.savez(out, **arrays)  # type: ignore[arg-type]
+
+    @classmethod
+    def read(cls, file: Path) -> Plan:
+        found = map_arrays(file)
+        budget, packs_per_step = found.pop("sizes").tolist()
+        digest = found.pop("digest").tobytes().decode()
+        return cls(**found, budget=budget, packs_per_step=packs_per_step, stored_digest=digest)
+
+
+def pairs_of(samples: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """(source, row) of sample ids, which count through all sources: `first` are those of their first rows."""
+    source = np.searchsorted(first, samples, side="right") - 1
+    return np.stack([source, samples - first[source]], axis=1)
 
 
 def make_plan(
-    order: np.ndarray,
+    samples: np.ndarray,
     tokens: np.ndarray,
     encoder: np.ndarray,
     *,
+    first: np.ndarray,
+    media: np.ndarray | None = None,
+    places: np.ndarray | None = None,
     budget: int,
     packs_per_step: int,
     shuffle: np.random.Generator | None = None,
@@ -90,8 +180,8 @@ def make_plan(
 ) -> Plan:
     """Pack the rows of an epoch into packs of about equal work, and group the packs into steps.
 
-    `order` holds (source, row) pairs, `tokens` and `encoder` their costs. Inside a step the packs are sorted by work:
-    the ranks take neighbours of that order in one micro-batch, so they wait least for each other. The first
+    `samples` are the ids of the rows; `tokens`, `encoder` and `media` their costs. Inside a step packs are sorted by
+    work: the ranks take neighbours of that order in one micro-batch, so they wait least for each other. The first
     `max_packs` packs are the same for any `packs_per_step`. `arrange` puts the packs in order, instead of `shuffle`: it
     gets what `packed_rows` returns.
     """
@@ -112,7 +202,21 @@ def make_plan(
     place = np.repeat(begins[number] - (ends - sizes), sizes)
     place += np.arange(len(place))
     rows = rows[place]
-    return Plan(order[rows].astype(np.int64), ends, tokens[rows], budget, packs_per_step)
+    del place
+    kinds = None
+    if media is not None and len(ends):
+        begins = np.concatenate([[0], ends[:-1]])
+        kinds = np.bitwise_or.reduceat(media[rows], begins)
+    return Plan(
+        samples[rows],
+        ends,
+        tokens[rows],
+        first,
+        budget,
+        packs_per_step,
+        kinds,
+        None if places is None else places[rows],
+    )
 
 
 # ---- Mixtures: which rows an epoch has, and in which order ----------------------------------------
@@ -134,6 +238,8 @@ class Mixture:
         shares = [share for _, _, share in sources]
         _check(self.names, shares, by)
         sizes = [len(source) for source in self.sources]
+        # The sample id of the first row of each source: ids count through all sources.
+        self.first = np.cumsum([0, *sizes])
         rows_per_weight = sum(sizes) / sum(shares)
         self.counts = []  # rows of each source in one epoch
         for name, share, size in zip(self.names, shares, sizes, strict=True):
@@ -154,12 +260,30 @@ class Mixture:
 
     def order(self, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
         """The rows of the epoch as (source, row) pairs: an array of shape (len(self), 2)."""
-        pairs = []
+        return pairs_of(self.samples(seed, epoch, shuffle), self.first)
+
+    def samples(self, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
+        """The sample ids of the rows of the epoch."""
+        parts = []
         for index, size in enumerate(self.counts):
             rows = self._source_rows(index, epoch * size, size, seed if shuffle else None)
-            pairs.append(np.stack([np.full(size, index), rows], axis=1))
-        order = np.concatenate(pairs)
-        return order[_permutation(len(order), seed, "order", epoch)] if shuffle else order
+            parts.append(self.first[index] + rows)
+        samples = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        del parts
+        return samples[_permutation(len(samples), seed, "order", epoch)] if shuffle else samples
+
+    def some(self, count: int) -> np.ndarray:
+        """Some rows, as (source, row): always the same ones."""
+        if len(self) < LARGE_ROWS:
+            return self.order(0, 0)[:count]
+        drawn = np.random.default_rng(0).choice(self.first[-1], count, replace=False)
+        return pairs_of(np.sort(drawn), self.first)
+
+    @property
+    def key(self) -> str:
+        """What the order depends on, apart from the seed and the epoch."""
+        fingerprints = [source.fingerprint for source in self.sources]
+        return repr([self.names, self.counts, fingerprints])
 
     def _source_rows(self, index: int, start: int, count: int, seed: int | None) -> np.ndarray:
         """Rows `start` to `start + count` of the endless sequence of passes over a source."""
@@ -238,6 +362,10 @@ class PacedMixture(Mixture):
         self.origin = Origin()
         self.total: float | None = None
         self._grid: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def key(self) -> str:
+        return repr([self.settings(), self.total, self.origin])
 
     @property
     def epoch_units(self) -> float:

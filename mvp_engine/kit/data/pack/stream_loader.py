@@ -367,7 +367,7 @@ class _Lane:
             if stride > 1 or rules:
                 owns = partial(_owns, stride, offset, rules)
             begin = (number, place) if unit == first else (0, 0)
-            for row in shards[shard].rows(*begin, owns):
+            for row in shards[shard].rows(begin[0], begin[1], owns):
                 yield unit, row
 
     def _encode(self, stream: int, unit: int, row: ShardRow) -> _EncodedRow | None:
@@ -376,6 +376,11 @@ class _Lane:
         source = self.dataset.streams.streams[stream]
         try:
             sides = self.row_encoder.encode(row.read(), source.format, source.root)
+            tokens = sum(side.num_positions for side in sides)
+            if tokens > self.row_encoder.max_tokens:  # prepared for longer rows
+                raise BadRow(
+                    "overlong", f"{tokens} tokens; {self.row_encoder.max_tokens} are allowed"
+                )
         except BadRow as bad:
             self._record_bad(bad, source.name, row.where)
             return None
@@ -387,7 +392,7 @@ class _Lane:
             sample=(self.units[stream][unit].shard << ROW_BITS) + row.number,
             where=row.where,
             sides=sides,
-            tokens=sum(side.num_positions for side in sides),
+            tokens=tokens,
             encoder=self.row_encoder.encoder_cost(sides),
             after=list(self.position),
         )
@@ -493,6 +498,8 @@ class StreamLoader:
         self.max_workers = num_workers
         self.rows = 0  # read since this loader was made
         self.dropped = 0  # of these, over-long
+        # Rows and tokens of each stream that this rank was given, over resumes and epochs.
+        self._seen = np.zeros((len(dataset.streams.streams), 2), np.int64)
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -532,7 +539,26 @@ class StreamLoader:
             "ranks": data.world_size,
             "given": self.num_packs,
             "tokens": self.num_tokens,
+            "seen": self._seen.tolist(),
         }
+
+    def seen(self) -> dict[str, dict[str, float]]:
+        """Rows, tokens and whole passes of each stream that this rank was trained on, over resumes."""
+        names = [stream.name for stream in self.dataset.streams.streams]
+        return {
+            name: {"rows": rows, "tokens": tokens, "epochs": self.epoch}
+            for name, (rows, tokens) in zip(names, self._seen.tolist(), strict=True)
+        }
+
+    seen_of_rank = True  # other ranks have seen other rows
+
+    def _note_seen(self, batch: PackedBatch) -> None:
+        source = batch.sequence_fields["source"].numpy()
+        rows = np.stack([source, batch.sequence_fields["sample"].numpy()])
+        rows = np.unique(rows[:, rows[1] >= 0], axis=1)[0]  # both sides of a pair are one row
+        counts = np.bincount(rows, minlength=len(self._seen))
+        tokens = np.bincount(source, batch.host_lengths, len(self._seen))
+        self._seen += np.stack([counts, tokens], axis=1).astype(np.int64)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where this rank was saved, on as many ranks."""
@@ -545,6 +571,7 @@ class StreamLoader:
         self._set_cursors(state["lanes"], state["turn"])
         self.num_packs = state["given"]
         self.num_tokens = state["tokens"]
+        self._seen = np.array(state["seen"], np.int64)
 
     def load_rank_states(self, states: list[dict[str, Any]]) -> None:
         """Continue the lanes of other ranks than these, from the states of all of them; no row comes twice or never.
@@ -563,6 +590,9 @@ class StreamLoader:
         self._set_cursors(lanes[self.dataset.rank], 0)
         self.num_packs = sum(state["given"] for state in saved) // ranks
         self.num_tokens = sum(state["tokens"] for state in saved) // ranks
+        # What ranks that are gone have seen counts for the first one.
+        seen = np.sum([state["seen"] for state in saved], axis=0, dtype=np.int64)
+        self._seen = seen if self.dataset.rank == 0 else 0 * seen
 
     def _check(self, state: dict[str, Any]) -> None:
         if state["of"] != self._fingerprint([self.dataset.seed, self.dataset.shuffle]):
@@ -584,6 +614,7 @@ class StreamLoader:
             if output.batch is not None:
                 self.num_packs += 1
                 self.num_tokens += output.batch.num_tokens
+                self._note_seen(output.batch)
                 yield output.batch
         LOGGER.info(
             "streams: %d packs, %.1f%% full. Of %d rows read so far, over-long: %d; bad: %s",

@@ -493,6 +493,11 @@ class PreparedFile(RowFile):
             start = end
         return PreparedRow(sides, json.loads(cell("fields") or "{}"))
 
+    def cost(self, index: int) -> int:
+        """The tokens of a row; 0: it is left out."""
+        columns, place = self._find(index)
+        return int(columns["tokens"][place].as_py())
+
     def where(self, index: int) -> str:
         columns, place = self._find(index)
         return str(columns["where"][place].as_py())

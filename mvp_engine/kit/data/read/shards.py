@@ -99,10 +99,11 @@ class Shard:
 
 
 def _bad(reason: str, text: str) -> ReadRow:
-    def read() -> Any:
-        raise BadRow(reason, text)
+    return functools.partial(_raise, reason, text)
 
-    return read
+
+def _raise(reason: str, text: str) -> Any:
+    raise BadRow(reason, text)
 
 
 # What readers raise for damaged files; an OSError that has a number is of the file system.
@@ -112,18 +113,16 @@ _DAMAGE = (Damaged, tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, OSEr
 def open_file(path: str, buffer: int = 1 << 20) -> IO[bytes]:
     """The bytes of a file, decompressed by its suffix."""
     suffix = os.path.splitext(path)[1].lower()
-    if suffix in (
-        ".zst",
-        ".zstd",
-    ):  # the package zstandard takes a file that is cut off for a whole one
+    if suffix in (".zst", ".zstd"):
+        # The package zstandard takes a file that is cut off for a whole one.
         pa = require_package("pyarrow", f"reading {path}")
         return io.BufferedReader(pa.CompressedInputStream(raw_file(path, buffer), "zstd"), buffer)
     if suffix in (".gz", ".tgz"):
         return gzip.open(raw_file(path, buffer))  # type: ignore[return-value]
     if suffix == ".bz2":
-        return bz2.open(raw_file(path, buffer))  # type: ignore[return-value]
+        return bz2.open(raw_file(path, buffer))
     if suffix == ".xz":
-        return lzma.open(raw_file(path, buffer))  # type: ignore[return-value]
+        return lzma.open(raw_file(path, buffer))
     return raw_file(path, buffer)
 
 
@@ -252,7 +251,8 @@ class Table(Shard):
             is_file = file.read(6) == b"ARROW1"
             file.seek(0)
             if not is_file:
-                return [_Batch(one.num_rows, lambda b=one: b) for one in pa.ipc.open_stream(file)]
+                batches = list(pa.ipc.open_stream(file))
+                return [_Batch(one.num_rows, one.slice) for one in batches]
             reader = pa.ipc.open_file(file)
             reads = [
                 functools.partial(reader.get_batch, i) for i in range(reader.num_record_batches)
@@ -311,20 +311,20 @@ class Lance(Shard):
     def _rows(self, number: int, place: int, owns: Owns | None) -> Iterator[ShardRow]:
         fragment = open_lance(self.path).get_fragment(self.fragment)
         size = fragment.count_rows()
-        read = 0
         for start in range(number, size, self.BATCH_ROWS):
             rows = range(start, min(start + self.BATCH_ROWS, size))
             if owns is not None and not any(map(owns, rows)):
                 continue
             try:
                 batch = fragment.to_table(offset=start, limit=len(rows))
-                broken, read = None, batch.num_rows
+                found, why = batch.num_rows, "the fragment ends before"
             except (OSError, ValueError) as error:
-                broken, read = str(error), 0
+                found, why = 0, str(error)
             for index in rows:
                 if owns is None or owns(index):
-                    get = functools.partial(_table_row, batch, index - start) if read else None
-                    get = get or _bad("corrupt_shard", broken or "the fragment is shorter")
+                    get = _bad("corrupt_shard", why)
+                    if index - start < found:
+                        get = functools.partial(_table_row, batch, index - start)
                     yield ShardRow(index, index, index + 1, f"{self.name}[{index}]", get)
 
 
@@ -429,6 +429,10 @@ def _bytes(data: bytes) -> bytes:
     return data
 
 
+def _number(dtype: str, data: bytes) -> Any:
+    return np.frombuffer(data, dtype)[0].item()
+
+
 # MDS encodings; pkl is none of them, since it runs code.
 _MDS: dict[str, Callable[[bytes], Any]] = {
     "bytes": _bytes,
@@ -438,15 +442,12 @@ _MDS: dict[str, Callable[[bytes], Any]] = {
     "json": json.loads,
     "str_int": int,
     "str_float": float,
-    "int": lambda data: int(np.frombuffer(data, np.int64)[0]),
+    "int": functools.partial(_number, "int64"),
     "pil": _pil,
 }
 for _bits in (8, 16, 32, 64):
-    for _kind in ("int", "uint", "float"):
-        if _kind != "float" or _bits > 8:
-            _MDS[f"{_kind}{_bits}"] = lambda data, dtype=f"{_kind}{_bits}": np.frombuffer(
-                data, dtype
-            )[0].item()
+    for _kind in ("int", "uint", "float")[: 3 if _bits > 8 else 2]:
+        _MDS[f"{_kind}{_bits}"] = functools.partial(_number, f"{_kind}{_bits}")
 
 
 class Prepared(Shard):
@@ -462,8 +463,19 @@ class Prepared(Shard):
         for index in range(start + number, end):
             row = index - start
             if owns is None or owns(row):
-                read = functools.partial(self.file.row, index)
-                yield ShardRow(row, row, row + 1, self.file.where(index), read)
+                read: ReadRow = functools.partial(self._read, index)
+                try:
+                    where = self.file.where(index)
+                except UserError as error:
+                    where = f"{self.name}[{row}]"
+                    read = _bad("corrupt_shard", str(error))
+                yield ShardRow(row, row, row + 1, where, read)
+
+    def _read(self, index: int) -> Any:
+        row = self.file.row(index)
+        if not self.file.cost(index):
+            raise BadRow("overlong", "left out when it was prepared: too long, or nothing to learn")
+        return row
 
 
 class Function(Shard):
@@ -582,6 +594,22 @@ class Stream:
         return str(
             content_hash("\n".join(shard.name for shard in self.shards).encode()).hexdigest()
         )
+
+    @property
+    def num_bytes(self) -> int | None:
+        """The size of all shards, if it is known."""
+        if self.prepared is not None:
+            return sum(size for _, size in self.prepared.entry["shards"])
+        sizes = {}
+        for shard in self.shards:
+            if isinstance(shard, Mds):
+                entry = shard.entry["zip_data"] or shard.entry["raw_data"]
+                sizes[shard.name] = int(entry["bytes"])
+            elif isinstance(shard, Lines | Tar | Table) and os.path.isfile(shard.path):
+                sizes[shard.path] = os.path.getsize(shard.path)
+            else:
+                return None
+        return sum(sizes.values())
 
     def units(self, lanes: int, order_seed: tuple[Any, ...] | None) -> list[Unit]:
         """All units of an epoch: unit i is read by the lane i modulo `lanes`, so that each has about as many rows.
