@@ -4,7 +4,7 @@ PY := .venv/bin/python
 CONFIG := recipes/digits_vlm/configs/train.yaml
 RL := recipes/grid_rl/configs
 
-.PHONY: setup demo rl-demo docs test-notebooks test test-quick test-gpu test-campaign fault-campaign test-versions test-megatron test-ray test-harness test-stores test-vllm test-gguf goldens lint format clean
+.PHONY: setup demo rl-demo docs test-notebooks test test-quick test-gpu test-campaign fault-campaign test-versions test-megatron test-ray test-harness test-stores test-vllm test-gguf test-lance goldens lint format clean
 
 # Three workers for two cores, since ranks wait for each other; each has its own rank processes, 1.5 GiB in all. A file
 # stays on one worker, so that module fixtures are built once; conftest.py puts the longest files first, so that all
@@ -166,6 +166,13 @@ test-gguf: setup
 	tar xzf llama_cpp_python-$(LLAMA_CPP_PYTHON).tar.gz && \
 	ln -s llama_cpp_python-$(LLAMA_CPP_PYTHON)/vendor/llama.cpp llama.cpp; }
 	@.venv/bin/pytest -q --campaign tests/test_gguf.py
+
+# Lance datasets as shards, by a package of 250 MB.
+test-lance: setup
+	@uv=$$(command -v uv || echo "python3 -m uv"); \
+	$$uv pip install --quiet --target .venvs/lance --no-deps pylance==14.0.2 lance-namespace==0.13.0 \
+	  lance-namespace-urllib3-client==0.13.0
+	@PYTHONPATH=.venvs/lance .venv/bin/pytest tests/kit/test_shards.py -k lance
 
 clean:
 	rm -rf .venv .venvs outputs .pytest_cache .mypy_cache .ruff_cache

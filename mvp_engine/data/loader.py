@@ -442,14 +442,14 @@ class SampleLoader:
         return last - first
 
     def _micro_batches(self) -> list[list[int]]:
-        order = list(range(self.size))
+        order: Any = range(self.size)
         if self.shuffle:
             generator = torch.Generator().manual_seed(derived_seed(self.seed, "order", self.epoch))
             order = torch.randperm(self.size, generator=generator).tolist()
-        batches = []
+        batches: list[list[int]] = []
         for step in range(self.start, self.size, self.global_batch_size):
             samples = order[step : step + self.global_batch_size]
-            batches += self._chunks(samples[self.rank :: self.world_size])
+            batches += map(list, self._chunks(samples[self.rank :: self.world_size]))
         return batches
 
     def _chunks(self, samples: Any) -> list[Any]:

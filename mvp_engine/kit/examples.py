@@ -74,9 +74,17 @@ def end_training(engine: Any, answers: Sequence[Answer]) -> None:
 def note_seen(engine: Any) -> None:
     """Log what was trained on of each source, and keep it in `run.json`. Loaders of the data kit know it."""
     loader = engine.feed.loader
-    if not engine.world.is_main or not hasattr(loader, "seen"):
+    if not hasattr(loader, "seen"):
         return
     seen = loader.seen()
+    if getattr(loader, "seen_of_rank", False):  # each data-parallel rank has seen its own rows
+        of_ranks = dict(engine.world.all_gather((engine.layout.data_rank, seen)))
+        for rank in of_ranks.keys() - {engine.layout.data_rank}:
+            for name, one in of_ranks[rank].items():
+                for key in ("rows", "tokens"):
+                    seen[name][key] += one[key]
+    if not engine.world.is_main:
+        return
     engine.run.note(seen=seen)
     for name, one in seen.items():
         engine.logger.info(

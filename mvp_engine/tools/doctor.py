@@ -185,6 +185,9 @@ PACKAGES = {
     "av": Package("18.1", "19", "video", "data"),
     "soundfile": Package("0.13", "0.14", "audio", "data"),
     "soxr": Package("0.5", "1.1", "audio of another sampling rate", "data"),
+    "pylance": Package(
+        "14", "14", extra="lance", module="lance", only="a stream of Lance datasets"
+    ),
     "ray": Package("2.44", "2.60", extra="ray", only="workers.where=ray"),
 }
 

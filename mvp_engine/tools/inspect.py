@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,8 @@ from mvp_engine.tools.inspect_rows import (
     length_stats,
 )
 
+TIMED_PACKS = 8  # that are loaded to time it
+TIMED_SECONDS = 1.0
 NO_PLAN = "a packing plan: these are prompts, and rollouts are packed when they are generated"
 
 
@@ -53,6 +57,7 @@ class Inspection:
     missing: str | None = None
     decoded: bool = False
     plan: Facts | None = None
+    loading: Facts | None = None
     sources: list[SourceFacts] = field(default_factory=list)
     lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     overlong: list[str] = field(default_factory=list)  # places of rows
@@ -68,6 +73,7 @@ class Inspection:
             "sample": self.sample.facts(),
             "lengths": length_stats(self.lengths, "tokens"),
             "plan": self.plan,
+            "loading": self.loading,
             "overlong": {
                 "fate": kit.settings.overlong,
                 "rows": len(self.overlong),
@@ -91,7 +97,7 @@ def inspect_kit(
     """All facts of a split. `row` is an index over all sources, or a place such as `rows.jsonl:17`."""
     sample = Sample(kit.row_encoder.template.reasoning_left_out)
     if kit.is_stream(split):
-        return _inspect_streams(kit, Inspection(split, sample), limit, row, keep).facts(kit)
+        return _inspect_streams(kit, Inspection(split, sample), packs, limit, row, keep).facts(kit)
     dataset = kit.dataset(split, global_batch_size=packs)
     mixture, costs = kit.measured(split)
     bad = kit.bad_rows(split)
@@ -105,6 +111,7 @@ def inspect_kit(
         missing=None if has_plan else NO_PLAN,
         decoded=decode,
         plan=_plan(dataset.plan) if has_plan else None,
+        loading=_load_some(kit, dataset) if has_plan and len(dataset) else None,
         lengths=np.concatenate([cost.tokens[cost.tokens > 0] for cost in costs]),
         overlong=[record.where for record in overlong],
         bad=[vars(record) for record in [*bad, *corrupt]],
@@ -145,14 +152,58 @@ def inspect_kit(
 
 def _plan(plan: Plan) -> Facts:
     return {
-        "rows": len(plan.rows),
-        "tokens": int(plan.tokens.sum()),
+        "rows": plan.num_rows,
+        "tokens": plan.num_tokens,
         "micro_batch_tokens": plan.budget,
         "packs": len(plan),
         "fill": round(plan.fill_ratio, 4),
         "packs_per_step": plan.packs_per_step,
         "steps": plan.steps,
     }
+
+
+class _Meter:
+    """What reading costs one worker, from here on."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.read = _bytes_read()
+
+    def facts(
+        self, tokens: int, step_tokens: int, shards: int | None, size: int | None, mapped: int = 0
+    ) -> Facts:
+        """`tokens` were read since; `mapped` bytes of them from files that are memory-mapped."""
+        seconds = time.perf_counter() - self.began
+        read = _bytes_read() - self.read + mapped
+        return {
+            "shards": shards,
+            "bytes": size,
+            "tokens_per_s": round(tokens / seconds) if tokens else None,
+            "bytes_per_step": round(read / tokens * step_tokens) if tokens and read else None,
+        }
+
+
+def _bytes_read() -> int:
+    """Bytes that this process has read from files; where that is not known, 0."""
+    file = Path("/proc/self/io")
+    return int(file.read_text().split()[1]) if file.is_file() else 0
+
+
+def _load_some(kit: MLLMDataKit, dataset: Any) -> Facts:
+    """What it costs to load the first packs, with their media."""
+    meter = _Meter()
+    tokens = mapped = 0
+    entries = [one.prepared.entry for one in dataset.mixture.sources if one.prepared is not None]
+    stored = [size for entry in entries for _, size in entry["shards"]]
+    for pack in range(min(TIMED_PACKS, len(dataset))):
+        tokens += dataset[pack][0].num_tokens
+        if time.perf_counter() - meter.began > TIMED_SECONDS:
+            break
+    if entries:
+        mapped = round(sum(stored) * tokens / max(1, sum(entry["tokens"] for entry in entries)))
+    step_tokens = dataset.packs_per_step * kit.settings.tokens_per_pack
+    shards = len(stored) or None
+    return meter.facts(tokens, step_tokens, shards, sum(stored) or None, mapped)
 
 
 def _decode_all(dataset: Any) -> list[Any]:
@@ -172,7 +223,7 @@ def _in_turn(sources: Sequence[Source], limit: int) -> list[tuple[int, int]]:
 
 
 def _inspect_streams(
-    kit: MLLMDataKit, result: Inspection, limit: int, row: str | None, keep: Keep
+    kit: MLLMDataKit, result: Inspection, packs: int, limit: int, row: str | None, keep: Keep
 ) -> Inspection:
     """Of streams, the first SAMPLE rows of each: the rest is known only once it is read."""
     most = inspect_rows.SAMPLE
@@ -182,7 +233,9 @@ def _inspect_streams(
     encoder = kit.row_encoder
     shares = kit.stream_shares(result.split)
     lengths: list[int] = []
-    for stream in kit.streams(result.split):
+    streams = kit.streams(result.split)
+    meter = _Meter()
+    for stream in streams:
         counts = SourceFacts(stream.name, tokens=0, share=round(shares[stream.name], 4))
         result.sources.append(counts)
         for place, read in islice(stream, most):
@@ -206,6 +259,10 @@ def _inspect_streams(
                 result.rows.append({"row": number, "source": stream.name, **facts})
             result.sample.add(get, stream.format)
         counts.tokens = sum(lengths[-counts.good :]) if counts.good else 0
+    sizes = [stream.num_bytes for stream in streams]
+    size = None if None in sizes else sum(filter(None, sizes))
+    shards = sum(len(stream.shards) for stream in streams)
+    result.loading = meter.facts(sum(lengths), packs * kit.settings.tokens_per_pack, shards, size)
     if row is not None and not result.rows:
         raise UserError(f"--row {row}: not among the first {most:,} rows of a stream")
     result.lengths = np.array(lengths, np.int64)

@@ -164,6 +164,8 @@ def _overview(facts: dict[str, Any], console: Console) -> None:
         per_step = count(plan["packs_per_step"], "pack")
         steps = f"{count(plan['steps'], 'step')} of {per_step} per epoch"
         _line(console, "plan", f"{packs}, {plan['fill']:.1%} full; {steps}")
+    if loading := facts.get("loading"):
+        _line(console, "loading", _loading(loading))
     overlong = facts["overlong"]
     if overlong is not None and overlong["rows"]:
         places = ", ".join(overlong["where"][:MAX_BAD_ROWS])
@@ -172,6 +174,26 @@ def _overview(facts: dict[str, Any], console: Console) -> None:
         _line(console, "over-long", _clean(f"{dropped}: {places}{more}; {OVERLONG_FIX}"))
     if facts["missing"]:
         _line(console, "missing", Text(facts["missing"], ERROR))
+
+
+def _loading(loading: dict[str, Any]) -> str:
+    words = []
+    if loading["shards"]:
+        size = f" of {_bytes(loading['bytes'])}" if loading["bytes"] else ""
+        words.append(count(loading["shards"], "shard") + size)
+    if loading["tokens_per_s"]:
+        words.append(f"one worker reads {loading['tokens_per_s']:,} tokens/s")
+    if loading["bytes_per_step"]:
+        words.append(f"a step reads {_bytes(loading['bytes_per_step'])}")
+    return "; ".join(words)
+
+
+def _bytes(number: float) -> str:
+    units = ["bytes", "kB", "MB", "GB", "TB"]
+    while number >= 1000 and len(units) > 1:
+        number /= 1000
+        units.pop(0)
+    return f"{number:.3g} {units[0]}"
 
 
 def _numbered(counts: dict[str, int]) -> str:

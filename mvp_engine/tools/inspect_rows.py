@@ -298,6 +298,7 @@ def inspect_file(path: str, *, limit: int = 3, row: str | None = None, keep: Kee
         "sample": sample.facts(),
         "lengths": length_stats(np.array(lengths, np.int64), "characters"),
         "plan": None,
+        "loading": None,
         "overlong": None,
         "bad": count_bad(bad),
         "rows": row_facts,
@@ -321,6 +322,7 @@ def _inspect_prepared(path: str, manifest: Facts) -> Facts:
             bad.append(
                 {"source": name, "where": rows.where(row), "reason": reason, "detail": detail}
             )
+    stored = [size for one in manifest["sources"] for _, size in one["shards"]]
     sample = Sample(rows=sum(one["rows"] for one in manifest["sources"]))
     sample.formats["prepared"] = sample.rows
     return {
@@ -332,6 +334,12 @@ def _inspect_prepared(path: str, manifest: Facts) -> Facts:
         "sample": sample.facts(),
         "lengths": length_stats(np.concatenate(lengths), "tokens"),
         "plan": None,
+        "loading": {
+            "shards": len(stored),
+            "bytes": sum(stored),
+            "tokens_per_s": None,
+            "bytes_per_step": None,
+        },
         "overlong": None,
         "bad": count_bad(bad),
         "rows": [],

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mvp_engine.data.batch import PackedBatch
 from mvp_engine.errors import UserError, did_you_mean
-from mvp_engine.kit.data.pack.plan import ENCODER_VALUES_PER_TOKEN
+from mvp_engine.kit.data.pack.packer import ENCODER_VALUES_PER_TOKEN
 from mvp_engine.kit.decoding import Completion, Decoding
 from mvp_engine.model_engine.base import Shard
 from mvp_engine.worker.launchers import (

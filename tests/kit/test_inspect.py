@@ -24,6 +24,7 @@ KEYS = [
     "sources",
     "sample",
     "lengths",
+    "loading",
     "plan",
     "overlong",
     "bad",

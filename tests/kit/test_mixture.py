@@ -72,7 +72,7 @@ def test_shares_of_tokens_are_within_half_a_percent_in_each_100_steps_and_after_
     other = loader({"long": 0.7, "short": 0.3}, rank=1, world_size=4)
     other.load_state_dict(one.state_dict())
     assert other.seen() == one.seen()
-    assert (other.dataset.plan.rows == one.dataset.plan.rows).all()
+    assert (other.dataset.plan.samples == one.dataset.plan.samples).all()
     for epoch in (1, 2):
         one.set_epoch(epoch)
         other.set_epoch(epoch)
@@ -86,9 +86,9 @@ def test_shares_of_tokens_are_within_half_a_percent_in_each_100_steps_and_after_
 def places_of(one, name, packs):
     """The places that a source gave in the first packs of this epoch."""
     index = one.dataset.mixture.names.index(name)
-    end = int(one.dataset.plan.ends[packs - 1]) if packs else 0
-    of_source = one.dataset.plan.rows[:end, 0] == index
-    return one.dataset.places[:end][of_source].tolist()
+    part = one.dataset.plan.rows_of(0, packs)
+    of_source = one.dataset.plan.pairs(one.dataset.plan.samples[part])[:, 0] == index
+    return one.dataset.plan.places[part][of_source].tolist()
 
 
 def test_epochs_of_a_source_give_each_row_once_in_each_pass():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import inspect
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,12 @@ from tiny_vlm import chat, made, qwen3_vl, write
 from mvp_engine.kit import MLLMData, MLLMDataKit
 from mvp_engine.kit.data.encode import row_encoder
 from mvp_engine.kit.data.pack import costs as costing
+from mvp_engine.kit.data.pack import packer
+from mvp_engine.kit.data.pack import packs as packing
 from mvp_engine.kit.data.pack import plan as planning
-from mvp_engine.kit.data.pack.plan import make_packs, make_plan
+from mvp_engine.kit.data.pack.packer import make_packs
+from mvp_engine.kit.data.pack.packs import PackDataset, PackLoader
+from mvp_engine.kit.data.pack.plan import make_plan
 
 
 def lengths(rows, seed=0, most=4096):
@@ -28,10 +34,10 @@ def lengths(rows, seed=0, most=4096):
 
 
 def planned(tokens, budget=8192, packs=8, seed=0):
-    order = np.stack([np.zeros(len(tokens), np.int64), np.arange(len(tokens))], 1)
     encoder = (tokens % 7 == 0) * tokens * 500
+    sizes = {"budget": budget, "packs_per_step": packs, "first": np.array([0, len(tokens)])}
     shuffle = np.random.default_rng(seed)
-    return make_plan(order, tokens, encoder, budget=budget, packs_per_step=packs, shuffle=shuffle)
+    return make_plan(np.arange(len(tokens)), tokens, encoder, **sizes, shuffle=shuffle)
 
 
 @pytest.mark.parametrize("budget", [4096, 8192, 16384])
@@ -96,9 +102,10 @@ def realistic(rows, seed=0):
 def test_make_plan_one_pack_per_rank_balances_encoder_work():
     """Here 8 ranks wait 12 % of the time, and 32 % if packs are filled by size alone. A long video cannot be split."""
     tokens, encoder = realistic(12_000)
-    order = np.stack([np.zeros(len(tokens), np.int64), np.arange(len(tokens))], 1)
-    sizes = {"budget": 8192, "packs_per_step": 8}
-    plan = make_plan(order, tokens, encoder, **sizes, shuffle=np.random.default_rng(0))
+    sizes = {"budget": 8192, "packs_per_step": 8, "first": np.array([0, len(tokens)])}
+    plan = make_plan(
+        np.arange(len(tokens)), tokens, encoder, **sizes, shuffle=np.random.default_rng(0)
+    )
     work = tokens + encoder // planning.ENCODER_VALUES_PER_TOKEN
     works = np.array(
         [work[plan.pack(i)[0][:, 1]].sum() for i in range(len(plan) // 8 * 8)]
@@ -114,10 +121,10 @@ def test_make_plan_one_pack_per_step_mixes_kinds_of_rows_like_random_order(media
     kind = rng.integers(0, 4, 20_000)
     tokens = np.clip(rng.normal(np.array([60, 90, 150, 300])[kind], 10), 16, 2000).astype(np.int64)
     encoder = (kind == 2) * media
-    order = np.stack([kind, np.arange(len(kind))], 1)
-    plan = make_plan(
-        order, tokens, encoder, budget=2048, packs_per_step=1, shuffle=np.random.default_rng(0)
-    )
+    sizes = {"budget": 2048, "packs_per_step": 1, "first": np.arange(5) * len(kind)}
+    samples = kind * len(kind) + np.arange(len(kind))
+    shuffle = np.random.default_rng(0)
+    plan = make_plan(samples, tokens, encoder, **sizes, shuffle=shuffle)
     whole = [i for i in range(len(plan)) if plan.pack(i)[1].sum() > 1024]
     shares = np.array(
         [np.bincount(plan.pack(i)[0][:, 0], plan.pack(i)[1], minlength=4) for i in whole]
@@ -418,3 +425,103 @@ def test_pack_loader_started_early_gives_the_same_packs_and_ends_workers_that_no
         assert [batch.input_ids.tolist() for batch in moved] == expected[2:]
     workers[0].join(10)
     assert not workers[0].is_alive()
+
+
+# ---- Plans of many rows ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("media", [False, True])
+@pytest.mark.parametrize("window", [4, 32])
+def test_windows_packed_together_give_the_packs_of_each_window(monkeypatch, media, window):
+    tokens, encoder = realistic(6_000, seed=window) if media else (lengths(6_000), None)
+    encoder = 0 * tokens if encoder is None else encoder
+    found = []
+    for most in (1, 10**9):
+        monkeypatch.setattr(packer, "MIN_WINDOWS", most)
+        monkeypatch.setattr(packer, "BATCH_ROWS", 2_500)  # several batches
+        found.append(packer.packed_rows(tokens, encoder, 8192, window))
+    assert len(found[0][1]) > 100
+    for one, two in zip(*found, strict=True):
+        assert np.array_equal(one, two)
+
+
+class Counted:
+    """An array that counts the bytes that are taken from it."""
+
+    def __init__(self, array):
+        self.array = array
+        self.bytes = 0
+
+    def __getitem__(self, part):
+        found = self.array[part]
+        self.bytes += found.nbytes
+        return found
+
+    def __len__(self):
+        return len(self.array)
+
+
+def synthetic(folder, rows=50_000):
+    """A dataset of rows with costs in a file, and nothing else."""
+    file = folder / "costs.npz"
+    tokens = lengths(rows)
+    tokens[::100] = 0
+    encoder = (tokens % 7 == 0) * tokens * 500
+    if not file.exists():
+        costing.write_costs(file, costing.Costs(tokens, encoder, (encoder > 0).astype(np.uint8)))
+    source = type("Rows", (), {"fingerprint": "rows", "__len__": lambda _: rows})()
+    encoder = SimpleNamespace(max_tokens=4096, overlong="drop", media_names=frozenset)
+    mixture = planning.Mixture([("rows", source, 1.0)])
+    options = {"budget": 8192, "packs_per_step": 2048, "cache": folder}
+    return PackDataset(mixture, [None], [costing.read_costs(file)], encoder, **options)
+
+
+def test_stored_plan_is_that_of_memory_and_a_rank_reads_its_slice(tmp_path, monkeypatch):
+    in_memory = synthetic(tmp_path)
+    assert not list(tmp_path.glob("*.plan"))
+    for module in (planning, packing):
+        monkeypatch.setattr(module, "LARGE_ROWS", 1000)
+    monkeypatch.setattr(costing, "MAPPED_BYTES", 1000)
+    stored = synthetic(tmp_path)
+    [_] = tmp_path.glob("*.plan")
+    assert isinstance(stored.plan.samples, np.memmap)
+    assert stored.plan.digest == in_memory.plan.digest
+    assert dataclasses.replace(stored.plan, stored_digest=None).digest == in_memory.plan.digest
+    for epoch in range(4):
+        in_memory.set_epoch(epoch)
+        stored.set_epoch(epoch)
+        assert len(stored) == stored.epoch_size(epoch) == len(in_memory)
+        assert stored.summary() == in_memory.summary()
+        for packs in (0, 1, 1024, 1500, len(stored)):
+            assert (stored.seen(packs) == in_memory.seen(packs)).all()
+        for index in range(0, len(stored), 97):
+            for one, two in zip(stored.plan.pack(index), in_memory.plan.pack(index), strict=True):
+                assert (one == two).all()
+            assert stored.media_kinds(index) == in_memory.media_kinds(index)
+    assert len(list(tmp_path.glob("*.plan"))) == 3  # those of epochs that were used are removed
+    # Another process makes nothing again, and reads the index and its slice.
+    stored.set_epoch(3)
+    monkeypatch.setattr(PackDataset, "_make_plan", None)
+    rank = synthetic(tmp_path)
+    rank.set_epoch(3)
+    samples, tokens = Counted(rank.plan.samples), Counted(rank.plan.tokens)
+    rank.plan = dataclasses.replace(rank.plan, samples=samples, tokens=tokens)
+    size = samples.array.nbytes + tokens.array.nbytes
+    loader = PackLoader(rank, None, "data", rank=517, world_size=1024)
+    assert samples.bytes + tokens.bytes == 0  # at the start
+    loader.step_plan(0)
+    packs = [pack for batch in loader._micro_batches() for pack in batch]
+    taken = [rank.plan.pack(pack) for pack in packs]
+    assert taken
+    assert samples.bytes + tokens.bytes < 3 * size / 1024
+    state = loader.state_dict()
+    assert samples.bytes + tokens.bytes < 3 * size / 1024
+    loader.load_state_dict({**state, "samples": 2048})
+    assert samples.bytes + tokens.bytes < size / 3  # what was seen since a mark
+    # Other costs are another plan.
+    costing.write_costs(tmp_path / "costs.npz", costing.read_costs(tmp_path / "costs.npz"))
+    monkeypatch.undo()
+    monkeypatch.setattr(packing, "LARGE_ROWS", 1000)
+    before = len(list(tmp_path.glob("*.plan")))
+    synthetic(tmp_path)
+    assert len(list(tmp_path.glob("*.plan"))) > before

@@ -23,7 +23,7 @@ from mvp_engine.hf.media.shared_media import largest_share
 from mvp_engine.hf.model.adapter import cast_frozen_base
 from mvp_engine.imports import import_file
 from mvp_engine.kit import Lora, MLLMData, MLLMModelKit
-from mvp_engine.kit.data.pack.plan import make_packs
+from mvp_engine.kit.data.pack.packer import make_packs
 from mvp_engine.kit.plan.choice import Workload, choose
 from mvp_engine.kit.plan.costs import FP8_SPEEDUP, BlockCosts, PlanSettings
 from mvp_engine.kit.plan.hardware import GPUS, gpu_by_name

@@ -15,7 +15,8 @@ from tiny_vlm import made, qwen3_vl, with_images, write
 from mvp_engine import stores
 from mvp_engine.kit.data.read.media_source import open_media
 from mvp_engine.kit.data.read.row_types import BadRow, Limits
-from mvp_engine.kit.data.read.sources import Stream, open_source
+from mvp_engine.kit.data.read.shards import Stream
+from mvp_engine.kit.data.read.sources import open_source
 from mvp_engine.runs import list_runs
 from mvp_engine.tools import store_speed
 

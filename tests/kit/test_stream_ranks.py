@@ -12,7 +12,8 @@ from test_streams import file, kit, samples  # noqa: F401 - the fixture `file`
 from tiny_vlm import write
 
 from mvp_engine.errors import EXIT_INTERRUPTED
-from mvp_engine.kit.data.pack.stream_loader import is_of_lane, move_lanes, start_lanes
+from mvp_engine.kit.data.pack.stream_loader import move_lanes, owns_row, owns_unit, start_lanes
+from mvp_engine.kit.data.read.shards import Unit
 from mvp_engine.runs import list_runs
 
 CONFIG = ROOT / "tests" / "recipes" / "kit_vlm" / "train.yaml"
@@ -59,38 +60,25 @@ def test_stream_loader_state_of_ranks_that_share_their_data_counts_once(file):  
     assert all(a.equals(b) for a, b in zip(expected, got, strict=True))
 
 
-def test_stream_loader_state_of_an_earlier_version_continues(file):  # noqa: F811
-    data = kit(file)
-    old = ("first", "left", "window", "packs")
-    for rank in range(2):
-        straight, first, second = (loaders(data, 2)[rank] for _ in range(3))
-        got = list(islice(first, 11))
-        state = first.state_dict()
-        state["lanes"] = [{key: cursor[key] for key in old} for cursor in state["lanes"]]
-        sizes = [2, rank, 2, first.dataset.seed, first.dataset.shuffle]
-        state["of"] = first._fingerprint(sizes)
-        del state["rank"], state["ranks"]
-        second.load_state_dict(state)
-        got += list(second)
-        assert all(a.equals(b) for a, b in zip(list(straight), got, strict=True))
-
-
 @pytest.mark.parametrize(
     "before, after, lanes",
     [(2, 3, [8] * 3), (1, 8, [1] * 8), (3, 2, [6] * 2), (1, 3, [4] * 3)],
 )
 def test_move_lanes_deals_out_even_shares(before, after, lanes):
     states = [{"lanes": start_lanes(4, rank, before), "turn": 0} for rank in range(before)]
-    moved = move_lanes(states, 4, after)
+    units = [[Unit(shard, 1, 0) for shard in range(100)]]
+    moved = move_lanes(states, 4, after, units)
     assert [len(cursors) for cursors in moved] == lanes
     every = [cursor for cursors in moved for cursor in cursors]
-    for row in range(100):
-        assert sum(is_of_lane(cursor, row) for cursor in every) == 1
+    for unit in range(100):
+        for row in (0, 1, 100):
+            own = [owns_unit(one, 0, unit) and owns_row(one, 0, unit, row) for one in every]
+            assert sum(own) == 1
 
 
 def test_move_lanes_of_many_ranks_stay_bounded():
     states = [{"lanes": start_lanes(4, rank, 1024), "turn": 2} for rank in range(1024)]
-    assert {len(cursors) for cursors in move_lanes(states, 4, 1023)} == {4, 5}
+    assert {len(cursors) for cursors in move_lanes(states, 4, 1023, [[]])} == {4, 5}
 
 
 @pytest.mark.slow
@@ -123,3 +111,5 @@ def test_training_on_streams_resumes_on_other_ranks_without_losing_rows(train, r
             seen.update(row for pack in note["rows"] for row in pack)
     assert seen == Counter(range(240))
     assert len(losses(tmp_path / "run")) > 5
+    seen = json.loads((run.dir / "run.json").read_text())["seen"]["rows"]
+    assert seen["rows"] == 240

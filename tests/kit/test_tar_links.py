@@ -6,7 +6,8 @@ import tarfile
 import pytest
 from conftest import user_error
 
-from mvp_engine.kit.data.read.sources import Stream, open_source
+from mvp_engine.kit.data.read.shards import Stream
+from mvp_engine.kit.data.read.sources import open_source
 
 
 def shard(file, links):

@@ -7,7 +7,7 @@ import torch
 
 from mvp_engine.data.batch import Media, PackedBatch
 from mvp_engine.distributed import World
-from mvp_engine.kit.data.pack.plan import ENCODER_VALUES_PER_TOKEN
+from mvp_engine.kit.data.pack.packer import ENCODER_VALUES_PER_TOKEN
 from mvp_engine.worker import group
 
 

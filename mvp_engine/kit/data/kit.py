@@ -28,16 +28,16 @@ from mvp_engine.hf.weights.load import NewRows
 from mvp_engine.kit.build_once import make_data
 from mvp_engine.kit.data.encode.processor import save_generation_config, with_new_tokens
 from mvp_engine.kit.data.encode.row_encoder import RopePositions, RowEncoder
-from mvp_engine.kit.data.measured_sources import MeasuredSources, no_rows
+from mvp_engine.kit.data.measured_sources import MeasuredSources, no_rows, refuse_other_encoder
 from mvp_engine.kit.data.pack.packs import PackDataset, PackLoader
 from mvp_engine.kit.data.pack.plan import PacedMixture
 from mvp_engine.kit.data.read.bad_rows import BadRows, append_new
-from mvp_engine.kit.data.read.sources import Stream, StreamMixture
 from mvp_engine.kit.data.settings import MLLMData
 from mvp_engine.model_engine import precision_on
 
 if TYPE_CHECKING:
     from mvp_engine.kit.data.pack.stream_loader import StreamLoader
+    from mvp_engine.kit.data.read.shards import Stream
 
 LOGGER = logging.getLogger("mvp_engine")
 BAD_ROWS_FILE = "bad_rows.jsonl"
@@ -123,6 +123,7 @@ class MLLMDataKit(MeasuredSources):
             seed=seed,
             shuffle=split == "train" if shuffle is None else shuffle,
             max_packs=max_packs,
+            cache=self.cache,
         )
 
     def loader(
@@ -181,7 +182,11 @@ class MLLMDataKit(MeasuredSources):
         folder: str | Path | None = None,
     ) -> StreamLoader:
         """Micro-batches of one pack each, from sources that are streams. Their number is not known in advance."""
-        from mvp_engine.kit.data.pack.stream_loader import StreamLoader, StreamPackDataset
+        from mvp_engine.kit.data.pack.stream_loader import (
+            StreamLoader,
+            StreamMixture,
+            StreamPackDataset,
+        )
 
         streams = self.streams(split)
         lanes = self.settings.stream_lanes
@@ -341,10 +346,17 @@ class MLLMDataKit(MeasuredSources):
             raise UserError(
                 f"data: the sources of {split} are not streams: set stream: true for each, or use loader"
             )
+        from mvp_engine.kit.data.read.shards import Stream
+
         streams = []
         for name, source in zip(self.source_names(split), sources, strict=True):
             row_format = source.row_format(self.settings)
-            streams.append(Stream(name, source.path, source.root, row_format))
+            stream = Stream(name, source.path, source.root, row_format)
+            if stream.prepared is not None:
+                refuse_other_encoder(stream.prepared, self.row_encoder)
+            streams.append(stream)
+        if len({stream.name for stream in streams}) < len(streams):
+            raise UserError("data: streams need different names: set name of each source")
         return streams
 
     def stream_shares(self, split: str) -> dict[str, float]:

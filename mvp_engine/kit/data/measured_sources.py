@@ -173,11 +173,10 @@ class MeasuredSources:
 
     def sample(self, split: str = "train") -> PackedBatch:
         """Some rows in one batch, chosen at random and always the same. Only these are read."""
-        mixture = self.mixture(split)
-        order = mixture.order(0, 0)
-        batches = self._read_sample(split, order[:SAMPLED_ROWS])
+        batches = self._read_sample(split, self.mixture(split).some(SAMPLED_ROWS))
         if not batches:  # bad rows, of which a plan leaves out all
-            mixture, costs = self.measured(split)
+            _, costs = self.measured(split)
+            order = self.mixture(split).order(0, 0)
             good = [costs[which].tokens[row] > 0 for which, row in order.tolist()]
             batches = self._read_sample(split, order[np.array(good, bool)][:SAMPLED_ROWS])
         if not batches:
@@ -191,7 +190,7 @@ class MeasuredSources:
         sources = self.mixture(split).sources
         formats = self.row_formats(split)
         costs: list[tuple[int, int]] = []
-        for which, row in self.mixture(split).order(0, 0)[:SAMPLED_ROWS].tolist():
+        for which, row in self.mixture(split).some(SAMPLED_ROWS).tolist():
             source = sources[which]
             with contextlib.suppress(BadRow):
                 sides = self.row_encoder.encode(source[row], formats[which], source.root)
@@ -566,10 +565,13 @@ def refuse_other_encoder(file: PreparedFile, encoder: RowEncoder) -> None:
 def prepared_costs(source: Source, file: PreparedFile, encoder: RowEncoder) -> Costs:
     """The costs of prepared rows, as they were measured; rows that are too long for this training are dropped."""
     known = read_costs(file.file / COSTS)
+    if len(source) == file.size and file.manifest["max_tokens"] <= encoder.max_tokens:
+        return known  # as it is: nothing reads all of it
     rows = source.chosen_rows()
     place_of = {row: place for place, row in enumerate(rows.tolist())} if known.bad else {}
     bad = {place_of[row]: why for row, why in known.bad.items() if row in place_of}
     costs = Costs(known.tokens[rows], known.encoder[rows], known.media[rows], bad)
+    costs.version = known.version
     long = costs.tokens > encoder.max_tokens
     for array in (costs.tokens, costs.encoder, costs.media):
         array[long] = 0

@@ -16,7 +16,7 @@ from mvp_engine.errors import count
 from mvp_engine.hf.model.flop_costs import PlanFacts
 from mvp_engine.kit.data.kit import MLLMDataKit
 from mvp_engine.kit.data.measured_sources import repeated
-from mvp_engine.kit.data.pack.plan import make_packs
+from mvp_engine.kit.data.pack.packer import make_packs
 from mvp_engine.kit.data.settings import MLLMData
 
 SAMPLED_PACKS = 8  # micro-batches that are loaded for the time of a step

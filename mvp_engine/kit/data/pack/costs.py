@@ -17,12 +17,15 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
+import mmap
 import multiprocessing
 import os
 import signal
 import socket
 import time
 import traceback
+import zipfile
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -80,6 +83,8 @@ class Costs:
     bad: dict[int, tuple[str, str]] = field(default_factory=dict)
     # Indices of the over-long rows.
     long: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    # Of the file that has them, for the names of stored plans; empty: they are in memory alone.
+    version: str = ""
 
     @classmethod
     def zeros(cls, rows: int) -> Costs:
@@ -100,15 +105,47 @@ def write_costs(file: Path, costs: Costs) -> None:
             bad=bad_bytes,
             **more,
         )
+    costs.version = _version(file)
 
 
 def read_costs(file: Path) -> Costs:
-    with np.load(file, allow_pickle=False) as found:
-        bad = {row: (reason, detail) for row, reason, detail in json.loads(found["bad"].tobytes())}
-        costs = Costs(found["tokens"], found["encoder"], found["media"], bad)
-        if "long" in found:  # of prepared rows
-            costs.long = found["long"]
-        return costs
+    """The costs in a file: those of many rows are memory-mapped, so that a process reads what it uses."""
+    found = map_arrays(file, smallest=MAPPED_BYTES)
+    bad = {row: (reason, detail) for row, reason, detail in json.loads(found["bad"].tobytes())}
+    costs = Costs(found["tokens"], found["encoder"], found["media"], bad, version=_version(file))
+    if "long" in found:  # of prepared rows
+        costs.long = found["long"]
+    return costs
+
+
+def _version(file: Path) -> str:
+    about = file.stat()
+    return f"{file.name} {about.st_size} {about.st_mtime_ns}"
+
+
+def map_arrays(file: Path, smallest: int = 1 << 16) -> dict[str, np.ndarray]:
+    """The arrays that `np.savez` wrote: memory-mapped, and read where they have less than `smallest` bytes.
+
+    Only the pages that are used are read, without the pages around them.
+    """
+    found: dict[str, np.ndarray] = {}
+    with zipfile.ZipFile(file) as archive, open(file, "rb") as data:
+        for info in archive.infolist():
+            data.seek(info.header_offset + 26)
+            name_and_extra = np.frombuffer(data.read(4), "<u2").sum(dtype=int)
+            data.seek(name_and_extra, os.SEEK_CUR)
+            np.lib.format.read_magic(data)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(data)
+            name = info.filename.removesuffix(".npy")
+            size = math.prod(shape)
+            if size * dtype.itemsize < smallest:
+                array = np.frombuffer(data.read(size * dtype.itemsize), dtype)
+                found[name] = array.reshape(shape).copy()
+                continue
+            array = np.memmap(file, dtype, "r", data.tell(), shape)
+            array._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
+            found[name] = array
+    return found
 
 
 class RecordFile:
@@ -134,7 +171,7 @@ class RecordFile:
 
 
 @contextmanager
-def locked(file: Path, name: str) -> Iterator[None]:
+def locked(file: Path, name: str, doing: str = "measures the same rows") -> Iterator[None]:
     """Hold a lock that ends with this process, however it ends. A wait is reported with its reason."""
     with open(file, "a+") as lock:
         started = time.monotonic()
@@ -145,9 +182,10 @@ def locked(file: Path, name: str) -> Iterator[None]:
                 lock.seek(0)
                 owner = lock.read().strip() or "another process"
                 LOGGER.info(
-                    "%s: waiting for %s, which measures the same rows (for %.0f s now; the lock is %s)",
+                    "%s: waiting for %s, which %s (for %.0f s now; the lock is %s)",
                     name,
                     owner,
+                    doing,
                     time.monotonic() - started,
                     file,
                 )
@@ -283,6 +321,7 @@ def _work(
         connection.send(found)
 
 
+MAPPED_BYTES = 1 << 20  # arrays that are larger are memory-mapped
 CACHE_FORMAT = 2  # of the cache files: raise it when their arrays change
 CHUNK_ROWS = 64  # rows that a process measures at a time
 PROGRESS_SECONDS = 10
@@ -411,9 +450,11 @@ def measure_costs(
     setup = measure.setup
     whole = _cached(measure, range(len(source)), cache, setup, workers, name, since)
     long = np.flatnonzero(whole.tokens > row_encoder.max_tokens)
-    arrays = (whole.tokens.copy(), whole.encoder.copy(), whole.media.copy())
-    costs = Costs(*arrays, dict(whole.bad), long)
     unlike = null_rows(source, whole.media)
+    arrays = whole.tokens, whole.encoder, whole.media
+    if len(long) or unlike:
+        arrays = whole.tokens.copy(), whole.encoder.copy(), whole.media.copy()
+    costs = Costs(*arrays, dict(whole.bad), long, whole.version)
     if len(long) and row_encoder.overlong in ("truncate", "shrink"):
         measure.fit = True
         setup += f" {row_encoder.overlong} {row_encoder.max_tokens}"
@@ -425,7 +466,7 @@ def measure_costs(
         for index, (reason, detail) in fitted.bad.items():
             if reason != "overlong":
                 costs.bad[int(long[index])] = reason, detail
-    else:
+    elif len(long):
         costs.tokens[long] = 0
         costs.encoder[long] = 0
         costs.media[long] = 0
@@ -459,6 +500,9 @@ def _cached(
             measured_by_another = file.stat().st_mtime >= started
             if not costs.bad or measured_by_another:
                 return costs
+            costs.tokens, costs.encoder, costs.media = (
+                np.array(one) for one in (costs.tokens, costs.encoder, costs.media)
+            )
             places = sorted(costs.bad)
             costs.bad = {}
             name = f"{name}, bad rows again"

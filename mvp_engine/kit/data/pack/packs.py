@@ -7,6 +7,7 @@ torch reports the death of a worker without what it was reading, and waits forev
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 import signal
@@ -14,10 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass
 from functools import partial
 from multiprocessing.connection import wait
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,15 +32,15 @@ from mvp_engine.data.batch import PackedBatch
 from mvp_engine.data.loader import ROW_TIMER, MediaKinds
 from mvp_engine.errors import UserError, count
 from mvp_engine.kit.data.encode.row_encoder import RowEncoder
-from mvp_engine.kit.data.pack.costs import MEDIA_BITS, Costs
+from mvp_engine.kit.data.pack.costs import MEDIA_BITS, Costs, locked
+from mvp_engine.kit.data.pack.packer import WINDOW_PACKS, packed_rows
 from mvp_engine.kit.data.pack.plan import (
+    LARGE_ROWS,
     PACED_WINDOW,
-    WINDOW_PACKS,
     Mixture,
     Origin,
     PacedMixture,
     Plan,
-    make_packs,
     make_plan,
     paced,
 )
@@ -202,11 +204,11 @@ class PackDataset(Dataset[Any]):
     seed: int = 0
     shuffle: bool = True
     max_packs: int | None = None  # so many packs drawn from all rows, the same ones with any seed
+    cache: Path | None = None  # where plans of many rows are stored
 
     def __post_init__(self) -> None:
         self.watchdog = WorkerWatchdog()
-        # The sample id of the first row of each source: ids count through all sources.
-        self.first = np.cumsum([0, *(len(source) for source in self.mixture.sources)])
+        self.first = self.mixture.first
         self.epoch = -1
         self.set_epoch(0)
 
@@ -216,22 +218,57 @@ class PackDataset(Dataset[Any]):
             self.plan = self.make_plan(epoch)
 
     def make_plan(self, epoch: int) -> Plan:
+        """The plan of an epoch. One of many rows is made by one process; the others map its file."""
+        file = self._plan_file(epoch)
+        if file is None:
+            return self._make_plan(epoch)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with locked(file.with_suffix(".lock"), f"the plan of epoch {epoch}", "plans the same rows"):
+            if not file.exists():
+                LOGGER.info(
+                    "planning epoch %d: %s rows; kept in %s", epoch, len(self.mixture), file
+                )
+                self._make_plan(epoch).write(file)
+                if epoch > 2:  # the first one is that of each start
+                    (file.parent / f"{file.name.partition('.')[0]}.{epoch - 2}.plan").unlink(True)
+        plan = Plan.read(file)
+        self._count_rows(plan)
+        return plan
+
+    def _plan_file(self, epoch: int) -> Path | None:
+        versions = [cost.version for cost in self.costs]
+        has_own_order = type(self).order is not PackDataset.order
+        few = len(self.mixture) < LARGE_ROWS
+        if few or self.cache is None or not all(versions) or has_own_order:
+            return None
+        encoder = self.row_encoder
+        parts = [versions, self.mixture.key, encoder.max_tokens, encoder.overlong, self.budget]
+        parts += [self.packs_per_step, self._plan_seed, self._draws, self.max_packs, self._window]
+        key = hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
+        return self.cache / f"{key}.{epoch}.plan"
+
+    def _make_plan(self, epoch: int) -> Plan:
         generator = None
         if self._draws:
             generator = np.random.default_rng(derived_seed(self._plan_seed, "packs", epoch))
-        order, tokens, encoder = self._rows(epoch)
+        samples, places = self._rows(epoch)
+        tokens = self._of_rows("tokens", samples)
+        good = tokens > 0
+        if not good.all():
+            samples, tokens = samples[good], tokens[good]
+            places = None if places is None else places[good]
         arrange = None
-        if isinstance(self.mixture, PacedMixture):
-            self.mixture.counts = np.bincount(order[:, 0], minlength=len(self.costs)).tolist()
         if isinstance(self.mixture, PacedMixture) and generator is not None:
             sizes = len(self.mixture.names), self.budget
-            arrange = partial(
-                paced, source=order[:, 0], tokens=tokens, sizes=sizes, random=generator
-            )
+            source = np.searchsorted(self.first, samples, side="right") - 1
+            arrange = partial(paced, source=source, tokens=tokens, sizes=sizes, random=generator)
         plan = make_plan(
-            order,
+            samples,
             tokens,
-            encoder,
+            self._of_rows("encoder", samples),
+            first=self.first,
+            media=self._of_rows("media", samples),
+            places=places,
             budget=self.budget,
             packs_per_step=self.packs_per_step,
             shuffle=generator,
@@ -239,43 +276,49 @@ class PackDataset(Dataset[Any]):
             window=self._window,
             arrange=arrange,
         )
-        self.places = plan.rows[:, 2] if plan.rows.shape[1] > 2 else None
-        return replace(plan, rows=plan.rows[:, :2]) if self.places is not None else plan
+        self._count_rows(plan)
+        return plan
+
+    def _count_rows(self, plan: Plan) -> None:
+        if isinstance(self.mixture, PacedMixture):
+            self.mixture.counts = plan.seen(len(plan))[:, 0].tolist()
 
     @property
     def _window(self) -> int:
         return PACED_WINDOW if isinstance(self.mixture, PacedMixture) else WINDOW_PACKS
 
     def epoch_size(self, epoch: int) -> int:
-        """Packs of an epoch, without its plan: 3 s for a million rows."""
+        """Packs of an epoch; of few rows, without its plan."""
         if epoch == self.epoch:
             return len(self.plan)
-        _, tokens, encoder = self._rows(epoch)
-        return len(make_packs(tokens, encoder, self.budget, self._window)[: self.max_packs])
+        if self._plan_file(epoch) is not None:
+            return len(self.make_plan(epoch))
+        samples, _ = self._rows(epoch)
+        tokens = self._of_rows("tokens", samples)
+        good = tokens > 0
+        encoder = self._of_rows("encoder", samples[good])
+        _, ends = packed_rows(tokens[good], encoder, self.budget, self._window)
+        return len(ends[: self.max_packs])
 
     def seen(self, packs: int) -> np.ndarray:
         """Rows and tokens of each source in the first packs of this epoch: (sources, 2)."""
-        end = int(self.plan.ends[packs - 1]) if packs else 0
-        source = self.plan.rows[:end, 0]
-        sources = len(self.mixture.names)
-        rows = np.bincount(source, minlength=sources)
-        tokens = np.bincount(source, self.plan.tokens[:end], minlength=sources)
-        return np.stack([rows, tokens], axis=1).astype(np.int64)
+        return self.plan.seen(packs)
 
     def origin_after(self, packs: int) -> Origin:
         """Where another mixture continues after the first packs of this epoch: no row comes twice or never."""
         mixture = self.mixture
         assert isinstance(mixture, PacedMixture)
-        assert self.places is not None
+        assert self.plan.places is not None
         begin = mixture.origin
-        end = int(self.plan.ends[packs - 1]) if packs else 0
+        end = self.plan.rows_of(0, packs).stop
+        source = np.searchsorted(self.first, self.plan.samples, side="right") - 1
         by_tokens = mixture.mixing.by == "tokens"
         used = int(self.plan.tokens[:end].sum()) if by_tokens else end
         units = begin.units + (self.epoch - begin.epoch) * mixture.epoch_units + used
         following, left = {}, {}
         for index, name in enumerate(mixture.names):
-            of_source = self.plan.rows[:, 0] == index
-            places = self.places[of_source]
+            of_source = source == index
+            places = self.plan.places[of_source]
             is_used = np.flatnonzero(of_source) < end
             start = mixture.place_at(index, self._plan_seed if self._draws else None, self.epoch)
             next_place = max([start, *(places[is_used] + 1).tolist()])
@@ -297,14 +340,18 @@ class PackDataset(Dataset[Any]):
         """
         return self.mixture.order(self._plan_seed, epoch, self._draws)
 
-    def _rows(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The good rows of an epoch in their order: (source, row) pairs, tokens, encoder costs."""
+    def _rows(self, epoch: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """The rows of an epoch in their order, also bad ones: sample ids, and places in a `PacedMixture`."""
+        if type(self).order is PackDataset.order and not isinstance(self.mixture, PacedMixture):
+            return self.mixture.samples(self._plan_seed, epoch, self._draws), None
         order = self.order(epoch)
-        sample_ids = self.first[order[:, 0]] + order[:, 1]
-        tokens = np.concatenate([costs.tokens for costs in self.costs])[sample_ids]
-        encoder = np.concatenate([costs.encoder for costs in self.costs])[sample_ids]
-        good = tokens > 0
-        return order[good], tokens[good], encoder[good]
+        places = order[:, 2] if order.shape[1] > 2 else None
+        return self.first[order[:, 0]] + order[:, 1], places
+
+    def _of_rows(self, name: str, samples: np.ndarray) -> np.ndarray:
+        """A cost of rows."""
+        columns = [getattr(costs, name) for costs in self.costs]
+        return (np.concatenate(columns) if len(columns) > 1 else np.asarray(columns[0]))[samples]
 
     @property
     def _draws(self) -> bool:
@@ -320,9 +367,8 @@ class PackDataset(Dataset[Any]):
 
     def samples(self, packs: int | None = None) -> Tensor:
         """The sample ids in the first packs, sorted; None: in all of them."""
-        end = None if packs is None or packs >= len(self) else int(self.plan.ends[packs - 1])
-        rows = self.plan.rows[:end]
-        return torch.from_numpy(np.unique(self.first[rows[:, 0]] + rows[:, 1]))
+        part = self.plan.rows_of(0, len(self) if packs is None else min(packs, len(self)))
+        return torch.from_numpy(np.unique(self.plan.samples[part].astype(np.int64)))
 
     def summary(self) -> str:
         """Rows, tokens, packs and steps of this epoch."""
@@ -330,17 +376,14 @@ class PackDataset(Dataset[Any]):
         sources = [f"{name}: {n:,}" for name, n in zip(self.mixture.names, counts, strict=True)]
         plan = self.plan
         return (
-            f"{count(sum(counts), 'row')} an epoch ({', '.join(sources)}) -> {count(len(plan.rows), 'row')} with "
-            f"{int(plan.tokens.sum()):,} tokens in {count(len(plan), 'pack')} of {plan.budget:,}, "
+            f"{count(sum(counts), 'row')} an epoch ({', '.join(sources)}) -> {count(plan.num_rows, 'row')} with "
+            f"{plan.num_tokens:,} tokens in {count(len(plan), 'pack')} of {plan.budget:,}, "
             f"{plan.fill_ratio:.1%} full; {count(plan.steps, 'step')} of {plan.packs_per_step}."
         )
 
     def media_kinds(self, index: int) -> frozenset[str]:
         """The kinds of media that pack `index` is planned to hold."""
-        rows, _ = self.plan.pack(index)
-        bits = 0
-        for which, row in rows.tolist():
-            bits |= int(self.costs[which].media[row])
+        bits = 0 if self.plan.media is None else int(self.plan.media[index])
         return self.row_encoder.media_names(kind for kind, bit in MEDIA_BITS.items() if bits & bit)
 
     def __getitem__(self, index: int) -> tuple[PackedBatch, list[BadRecord]]:

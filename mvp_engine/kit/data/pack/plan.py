@@ -13,11 +13,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,218 +25,198 @@ import torch
 
 from mvp_engine.data import derived_seed
 from mvp_engine.errors import UserError
+from mvp_engine.files import atomic_path
+from mvp_engine.kit.data.pack.costs import map_arrays
+from mvp_engine.kit.data.pack.packer import (
+    ENCODER_VALUES_PER_TOKEN,
+    WINDOW_PACKS,
+    packed_rows,
+    row_windows,
+)
 from mvp_engine.kit.data.read.sources import Source
 from mvp_engine.kit.data.settings import Mixing, Weight
 
-# Packs that are filled together. 1,024 leave hardly a gap, and are few enough that a row has other neighbours in
-# every epoch.
-WINDOW_PACKS = 1024
-# Values read by an encoder that cost about as much work as one token of the language model.
-ENCODER_VALUES_PER_TOKEN = 1024
-# Rows with media, and as many without, that are compared for one place in a pack.
-NUM_CANDIDATES = 8
-# This share of a pack is filled with rows in their shuffled order, whatever their size.
-IN_ORDER_SHARE = 0.9
-# A row with more than this share of the encoder work that the pack still needs is not taken in order.
-MAX_WORK_SHARE = 0.5
-# When less than this share of a pack is left, rows are chosen by size alone.
-SIZE_ONLY_SHARE = 0.02
 PACED_WINDOW = 128  # packs that are filled together: rows stay near their time
+MARK = 1024  # packs between two entries of `Plan.marks`
+DIGEST_ROWS = 1 << 20
+LARGE_ROWS = (
+    1 << 21
+)  # rows of an epoch from which on one process writes its plan, and the others read their part
 CELLS = 4096  # parts of a training in which shares are constant, where they change
 CAP_ROUNDS = 64  # of scaling sources down to their cap
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The packs of an epoch: pack i is `rows[ends[i - 1] : ends[i]]`, with one (source, row) pair per line."""
+    """The packs of an epoch: pack i is `samples[ends[i - 1] : ends[i]]`. Arrays of a stored plan are memory-mapped."""
 
-    rows: np.ndarray
+    samples: np.ndarray  # ids, which count through all sources
     ends: np.ndarray
     tokens: np.ndarray  # of each row, as measured
+    first: np.ndarray  # the sample id of the first row of each source, and of the end
     budget: int
     packs_per_step: int
+    media: np.ndarray | None = None  # the kinds of media of each pack, as bits
+    places: np.ndarray | None = None  # of rows in the passes over their source, in a `PacedMixture`
+    marks: np.ndarray | None = None  # rows and tokens of each source before every MARK-th pack
+    stored_digest: str | None = None
 
     def __len__(self) -> int:
         return len(self.ends)
 
     def pack(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """The (source, row) pairs of a pack, and the tokens of each."""
-        start = int(self.ends[index - 1]) if index else 0
-        part = slice(start, int(self.ends[index]))
-        return self.rows[part], self.tokens[part]
+        part = slice(int(self.ends[index - 1]) if index else 0, int(self.ends[index]))
+        samples = self.samples[part]
+        source = np.searchsorted(self.first, samples, side="right") - 1
+        return np.stack([source, samples - self.first[source]], axis=1), self.tokens[part]
+
+    def rows_of(self, first: int, last: int) -> slice:
+        """Where the rows of the packs `first` to `last` (exclusive) are."""
+        begin, end = (int(self.ends[packs - 1]) if packs else 0 for packs in (first, last))
+        return slice(begin, end)
+
+    def pairs(self, samples: np.ndarray) -> np.ndarray:
+        return pairs_of(samples, self.first)
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows_of(0, len(self)).stop
 
     @property
     def steps(self) -> int:
         return -(-len(self) // self.packs_per_step)
 
+    @cached_property
+    def num_tokens(self) -> int:
+        return int(self.seen(len(self))[:, 1].sum())
+
     @property
     def fill_ratio(self) -> float:
         """Tokens in all packs divided by the tokens that fit into them."""
-        return int(self.tokens.sum()) / max(1, len(self) * self.budget)
+        return self.num_tokens / max(1, len(self) * self.budget)
+
+    def seen(self, packs: int) -> np.ndarray:
+        """Rows and tokens of each source in the first packs: (sources, 2)."""
+        if self.marks is None:
+            return self._count(0, packs)
+        return self.marks[packs // MARK] + self._count(packs // MARK * MARK, packs)
+
+    def _count(self, first: int, last: int) -> np.ndarray:
+        part = self.rows_of(first, last)
+        source = np.searchsorted(self.first, self.samples[part], side="right") - 1
+        sources = len(self.first) - 1
+        tokens = np.bincount(source, self.tokens[part], minlength=sources)
+        counts = [np.bincount(source, minlength=sources), tokens]
+        return np.stack(counts, axis=1).astype(np.int64)
+
+    def marked(self) -> np.ndarray:
+        counts = [
+            self._count(first, min(first + MARK, len(self))) for first in range(0, len(self), MARK)
+        ]
+        return np.cumsum([np.zeros((len(self.first) - 1, 2), np.int64), *counts], axis=0)
 
     @cached_property
     def digest(self) -> str:
         """A hash of the whole plan. Checkpoints hold it, so it must not change for an equal plan."""
+        if self.stored_digest is not None:
+            return self.stored_digest
         digest = hashlib.blake2b(digest_size=8)
-        sizes = np.array([self.budget, self.packs_per_step])
-        for part in (sizes, self.ends, self.rows, self.tokens):
-            digest.update(np.ascontiguousarray(part, np.int64).tobytes())
+        digest.update(np.array([self.budget, self.packs_per_step], np.int64).tobytes())
+        for part, values in ((self.ends, int), (self.samples, self.pairs), (self.tokens, int)):
+            for begin in range(0, len(part), DIGEST_ROWS):
+                chunk = part[begin : begin + DIGEST_ROWS]
+                chunk = self.pairs(chunk) if values == self.pairs else chunk
+                digest.update(np.ascontiguousarray(chunk, np.int64).tobytes())
         return digest.hexdigest()
+
+    # ---- On disk --------------------------------------------------------------------------------
+
+    def write(self, file: Path) -> None:
+        """Write the plan, with what a rank would otherwise read all rows for."""
+        arrays = {
+            "samples": self.samples.astype(np.uint32 if self.first[-1] < 1 << 32 else np.int64),
+            "ends": self.ends,
+            "tokens": self.tokens.astype(np.uint32),
+            "first": self.first,
+            "sizes": np.array([self.budget, self.packs_per_step], np.int64),
+            "marks": self.marked(),
+            "digest": np.frombuffer(self.digest.encode(), np.uint8),
+        }
+        for name in ("media", "places"):
+            if (more := getattr(self, name)) is not None:
+                arrays[name] = more
+        with atomic_path(file) as temporary, open(temporary, "wb") as out:
+            np.savez(out, **arrays)  # type: ignore[arg-type]
+
+    @classmethod
+    def read(cls, file: Path) -> Plan:
+        found = map_arrays(file)
+        budget, packs_per_step = found.pop("sizes").tolist()
+        digest = found.pop("digest").tobytes().decode()
+        return cls(**found, budget=budget, packs_per_step=packs_per_step, stored_digest=digest)
+
+
+def pairs_of(samples: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """(source, row) of sample ids, which count through all sources: `first` are those of their first rows."""
+    source = np.searchsorted(first, samples, side="right") - 1
+    return np.stack([source, samples - first[source]], axis=1)
 
 
 def make_plan(
-    order: np.ndarray,
+    samples: np.ndarray,
     tokens: np.ndarray,
     encoder: np.ndarray,
     *,
+    first: np.ndarray,
+    media: np.ndarray | None = None,
+    places: np.ndarray | None = None,
     budget: int,
     packs_per_step: int,
     shuffle: np.random.Generator | None = None,
     max_packs: int | None = None,
     window: int = WINDOW_PACKS,
-    arrange: Callable[[list[list[int]]], list[list[int]]] | None = None,
+    arrange: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
 ) -> Plan:
     """Pack the rows of an epoch into packs of about equal work, and group the packs into steps.
 
-    `order` holds (source, row) pairs, `tokens` and `encoder` their costs. Inside a step the packs are sorted by work:
-    the ranks take neighbours of that order in one micro-batch, so they wait least for each other. The first
-    `max_packs` packs are the same for any `packs_per_step`. `arrange` puts the packs in order, instead of `shuffle`.
+    `samples` are the ids of the rows; `tokens`, `encoder` and `media` their costs. Inside a step packs are sorted by
+    work: the ranks take neighbours of that order in one micro-batch, so they wait least for each other. The first
+    `max_packs` packs are the same for any `packs_per_step`. `arrange` puts the packs in order, instead of `shuffle`: it
+    gets what `packed_rows` returns.
     """
-    packs = make_packs(tokens, encoder, budget, window)
+    rows, ends = packed_rows(tokens, encoder, budget, window)
+    number = np.arange(len(ends))
     if arrange is not None:
-        packs = arrange(packs)
+        number = arrange(rows, ends)
     elif shuffle is not None:
-        packs = [packs[i] for i in shuffle.permutation(len(packs))]
-    packs = packs[:max_packs]
-    row_work = tokens + encoder // ENCODER_VALUES_PER_TOKEN
-    pack_work = [int(row_work[pack].sum()) for pack in packs]
-    sorted_packs = []
-    for start in range(0, len(packs), packs_per_step):
-        step = range(start, min(start + packs_per_step, len(packs)))
-        for index in sorted(step, key=lambda i: -pack_work[i]):
-            sorted_packs.append(packs[index])
-    flat = np.array(list(chain.from_iterable(sorted_packs)), np.int64)
-    ends = np.cumsum([len(pack) for pack in sorted_packs], dtype=np.int64)
-    return Plan(order[flat].astype(np.int64), ends, tokens[flat], budget, packs_per_step)
-
-
-def make_packs(
-    tokens: np.ndarray, encoder: np.ndarray, budget: int, window: int = WINDOW_PACKS
-) -> list[list[int]]:
-    """Indices of rows in packs of at most `budget` tokens and about equal encoder work.
-
-    Rows are packed window by window: a pack only holds rows that are near each other in the given order.
-    """
-    if len(tokens) and not 0 < int(tokens.min()) <= int(tokens.max()) <= budget:
-        raise ValueError(
-            f"rows of {tokens.min()} to {tokens.max()} tokens do not fit packs of {budget}"
-        )
-    window_of_row = row_windows(tokens, budget, window)
-    borders = [0, *(np.flatnonzero(np.diff(window_of_row)) + 1).tolist(), len(tokens)]
-    packs = []
-    for start, end in pairwise(borders):
-        packer = _WindowPacker(tokens[start:end].tolist(), encoder[start:end].tolist(), budget)
-        for pack in packer.packs():
-            packs.append([start + row for row in pack])
-    return packs
-
-
-def row_windows(tokens: np.ndarray, budget: int, window: int) -> np.ndarray:
-    """The number of the window that each row is packed in."""
-    found: np.ndarray = (np.cumsum(tokens) - 1) // (window * budget)
-    return found
-
-
-class _Pool:
-    """Rows of a window that are not packed yet, sorted by (tokens, row), with their encoder work per token."""
-
-    def __init__(self, rows: Iterable[int], tokens: list[int], encoder: list[int]) -> None:
-        self.rows = sorted((tokens[row], row) for row in rows)
-        self.density = [encoder[row] / size for size, row in self.rows]
-
-    def index(self, size: int, row: int) -> int:
-        return bisect_left(self.rows, (size, row))
-
-    def pop(self, index: int) -> int:
-        del self.density[index]
-        return self.rows.pop(index)[1]
-
-
-class _WindowPacker:
-    """Packs the rows of one window, one pack after the other.
-
-    A pack starts with rows in their order. Rows of one size are often of one kind, and packs filled by size alone
-    would put them into the same steps. The rest of the pack is filled with the largest rows that fit: among a few of
-    them the packer takes the row that has the encoder work per token that the pack still needs.
-    """
-
-    def __init__(self, tokens: list[int], encoder: list[int], budget: int) -> None:
-        self.tokens = tokens
-        self.encoder = encoder
-        self.budget = budget
-        rows = range(len(tokens))
-        self.media = _Pool([row for row in rows if encoder[row] > 0], tokens, encoder)
-        self.text = _Pool([row for row in rows if encoder[row] == 0], tokens, encoder)
-        self.tokens_left = sum(tokens)
-        self.work_left = sum(encoder)
-        self.packed = bytearray(len(tokens))  # 1 for rows that are in a pack
-        self.first = 0  # the first row that is not
-
-    def packs(self) -> list[list[int]]:
-        packs = []
-        while self.tokens_left:
-            packs.append(self._next_pack())
-        return packs
-
-    def _next_pack(self) -> list[int]:
-        pack: list[int] = []
-        room = self.budget
-        need = self.work_left * self.budget / self.tokens_left  # encoder work, for an equal share
-        while room:
-            self.first = self.packed.find(0, self.first)
-            if self._fits_in_order(room, need):
-                row = self.first
-                pool = self.media if self.encoder[row] else self.text
-                index = pool.index(self.tokens[row], row)
-            else:
-                by_size = not pack or not need or room < SIZE_ONLY_SHARE * self.budget
-                found = self._largest(room, None if by_size else need / room)
-                if found is None:
-                    break
-                pool, index = found
-            row = pool.pop(index)
-            self.packed[row] = 1
-            pack.append(row)
-            room -= self.tokens[row]
-            need -= self.encoder[row]
-            self.tokens_left -= self.tokens[row]
-            self.work_left -= self.encoder[row]
-        return sorted(pack)
-
-    def _fits_in_order(self, room: int, need: float) -> bool:
-        if self.first < 0:
-            return False
-        size_fits = self.tokens[self.first] <= room - (1 - IN_ORDER_SHARE) * self.budget
-        return size_fits and self.encoder[self.first] <= MAX_WORK_SHARE * need
-
-    def _largest(self, room: int, density: float | None) -> tuple[_Pool, int] | None:
-        """One of the largest rows that fit: the nearest to this work per token; None: simply the largest."""
-        best = None
-        least_error = math.inf
-        largest = 0
-        num_candidates = 1 if density is None else NUM_CANDIDATES
-        for pool in (self.media, self.text):
-            end = bisect_left(
-                pool.rows, (room + 1, -1)
-            )  # the rows before it have at most `room` tokens
-            for index in range(max(0, end - num_candidates), end):
-                error = 0.0 if density is None else abs(pool.density[index] - density)
-                size = pool.rows[index][0]
-                if error < least_error or (error == least_error and size > largest):
-                    best = pool, index
-                    least_error = error
-                    largest = size
-        return best
+        number = shuffle.permutation(len(ends))
+    number = number[:max_packs]
+    begins = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    if len(number):
+        work = np.add.reduceat((tokens + encoder // ENCODER_VALUES_PER_TOKEN)[rows], begins)[number]
+        number = number[np.lexsort((-work, np.arange(len(number)) // packs_per_step))]
+    sizes = (ends - begins)[number]
+    ends = np.cumsum(sizes)
+    # Row k of the plan is at this place of the packs in their first order.
+    place = np.repeat(begins[number] - (ends - sizes), sizes)
+    place += np.arange(len(place))
+    rows = rows[place]
+    del place
+    kinds = None
+    if media is not None and len(ends):
+        begins = np.concatenate([[0], ends[:-1]])
+        kinds = np.bitwise_or.reduceat(media[rows], begins)
+    return Plan(
+        samples[rows],
+        ends,
+        tokens[rows],
+        first,
+        budget,
+        packs_per_step,
+        kinds,
+        None if places is None else places[rows],
+    )
 
 
 # ---- Mixtures: which rows an epoch has, and in which order ----------------------------------------
@@ -258,6 +238,8 @@ class Mixture:
         shares = [share for _, _, share in sources]
         _check(self.names, shares, by)
         sizes = [len(source) for source in self.sources]
+        # The sample id of the first row of each source: ids count through all sources.
+        self.first = np.cumsum([0, *sizes])
         rows_per_weight = sum(sizes) / sum(shares)
         self.counts = []  # rows of each source in one epoch
         for name, share, size in zip(self.names, shares, sizes, strict=True):
@@ -278,12 +260,30 @@ class Mixture:
 
     def order(self, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
         """The rows of the epoch as (source, row) pairs: an array of shape (len(self), 2)."""
-        pairs = []
+        return pairs_of(self.samples(seed, epoch, shuffle), self.first)
+
+    def samples(self, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
+        """The sample ids of the rows of the epoch."""
+        parts = []
         for index, size in enumerate(self.counts):
             rows = self._source_rows(index, epoch * size, size, seed if shuffle else None)
-            pairs.append(np.stack([np.full(size, index), rows], axis=1))
-        order = np.concatenate(pairs)
-        return order[_permutation(len(order), seed, "order", epoch)] if shuffle else order
+            parts.append(self.first[index] + rows)
+        samples = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        del parts
+        return samples[_permutation(len(samples), seed, "order", epoch)] if shuffle else samples
+
+    def some(self, count: int) -> np.ndarray:
+        """Some rows, as (source, row): always the same ones."""
+        if len(self) < LARGE_ROWS:
+            return self.order(0, 0)[:count]
+        drawn = np.random.default_rng(0).choice(self.first[-1], count, replace=False)
+        return pairs_of(np.sort(drawn), self.first)
+
+    @property
+    def key(self) -> str:
+        """What the order depends on, apart from the seed and the epoch."""
+        fingerprints = [source.fingerprint for source in self.sources]
+        return repr([self.names, self.counts, fingerprints])
 
     def _source_rows(self, index: int, start: int, count: int, seed: int | None) -> np.ndarray:
         """Rows `start` to `start + count` of the endless sequence of passes over a source."""
@@ -362,6 +362,10 @@ class PacedMixture(Mixture):
         self.origin = Origin()
         self.total: float | None = None
         self._grid: tuple[np.ndarray, np.ndarray] | None = None
+
+    @property
+    def key(self) -> str:
+        return repr([self.settings(), self.total, self.origin])
 
     @property
     def epoch_units(self) -> float:
@@ -531,30 +535,33 @@ def _inverse(grid: tuple[np.ndarray, np.ndarray], index: int, given: np.ndarray)
 
 
 def paced(
-    packs: list[list[int]],
+    rows: np.ndarray,
+    ends: np.ndarray,
     source: np.ndarray,
     tokens: np.ndarray,
     sizes: tuple[int, int],
     random: np.random.Generator,
-) -> list[list[int]]:
+) -> np.ndarray:
     """The packs of each window, in an order in which sources give their tokens as the rows in their order do.
 
-    `sizes`: the number of sources, and the tokens of a pack.
+    `rows` and `ends` are those of `packed_rows`. `sizes`: the number of sources, and the tokens of a pack.
     """
     num_sources, budget = sizes
     window_of_row = row_windows(tokens, budget, PACED_WINDOW)
-    by_window: dict[int, list[int]] = {}
-    for number, pack in enumerate(packs):
-        by_window.setdefault(int(window_of_row[pack[0]]), []).append(number)
+    begins = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    window_of_pack = window_of_row[rows[begins]]
     of_sources = np.zeros((len(tokens), num_sources), np.int64)
     of_sources[np.arange(len(tokens)), source] = tokens
+    of_packs = np.add.reduceat(of_sources[rows], begins)
     ordered = []
-    for window, numbers in by_window.items():
-        drawn = random.permutation(numbers)
-        held = np.array([of_sources[packs[i]].sum(0) for i in drawn])
+    borders = np.concatenate([[0], np.flatnonzero(np.diff(window_of_pack)) + 1, [len(ends)]])
+    for begin, end in pairwise(borders.tolist()):
+        drawn = random.permutation(np.arange(begin, end))
+        held = of_packs[drawn]
         # What each source should have given after so many tokens: as the rows of the window come in their order.
-        first, end = np.searchsorted(window_of_row, [window, window + 1])
-        due = np.cumsum(of_sources[first:end], axis=0)
+        window = window_of_pack[begin]
+        first, last = np.searchsorted(window_of_row, [window, window + 1])
+        due = np.cumsum(of_sources[first:last], axis=0)
         due_in_all = due.sum(1)
         given = np.zeros(num_sources)
         left = np.arange(len(drawn))
@@ -563,6 +570,6 @@ def paced(
             wanted = due[np.minimum(np.searchsorted(due_in_all, after.sum(1)), len(due) - 1)]
             chosen = int(np.abs(after - wanted).max(1).argmin())
             given = after[chosen]
-            ordered.append(packs[int(drawn[left[chosen]])])
+            ordered.append(int(drawn[left[chosen]]))
             left = np.delete(left, chosen)
-    return ordered
+    return np.array(ordered, np.int64)

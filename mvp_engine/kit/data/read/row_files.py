@@ -249,6 +249,19 @@ def _decode_text(data: bytes) -> str:
         raise BadRow("bad_text", f"the .txt file is not UTF-8: {error}") from None
 
 
+class StrictTarInfo(tarfile.TarInfo):
+    """A header of a tar file. tarfile takes one that it cannot read, or a missing one, for the end of the file."""
+
+    @classmethod
+    def fromtarfile(cls, tar: tarfile.TarFile) -> Any:
+        try:
+            return super().fromtarfile(tar)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+            raise  # the mark of the end
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(f"{error} at byte {tar.offset:,}") from None
+
+
 class TarShard(RowFile):
     """A WebDataset tar file. Its headers are scanned once; a sample is the offsets of its headers."""
 
@@ -258,7 +271,7 @@ class TarShard(RowFile):
         targets: dict[str, tarfile.TarInfo] = {}  # what links may refer to, by name
         digest = content_hash(file_edges(file))
         try:
-            with tarfile.open(file, "r:") as tar:
+            with tarfile.open(file, "r:", tarinfo=StrictTarInfo) as tar:
                 for member in tar:
                     targets[os.path.normpath(member.name)] = member
                     if is_sample_member(member):
@@ -479,6 +492,11 @@ class PreparedFile(RowFile):
             sides.append(PreparedSide(ids[start:end], loss[start:end], *items))
             start = end
         return PreparedRow(sides, json.loads(cell("fields") or "{}"))
+
+    def cost(self, index: int) -> int:
+        """The tokens of a row; 0: it is left out."""
+        columns, place = self._find(index)
+        return int(columns["tokens"][place].as_py())
 
     def where(self, index: int) -> str:
         columns, place = self._find(index)

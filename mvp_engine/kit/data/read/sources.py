@@ -3,11 +3,6 @@
 A source opens without parsing its rows. A row that cannot be read raises `BadRow` when it is accessed;
 a file that cannot be used at all raises `UserError` when it is opened. What a row means is decided in
 `rows.py`.
-
-Streams: rows that can only be read in order, from pipes, compressed files, tar shards or functions.
-
-A stream yields, for each row, its place and a function that reads it, so that the rows of other ranks
-are skipped unread.
 """
 
 from __future__ import annotations
@@ -16,18 +11,11 @@ import copy
 import csv
 import functools
 import glob
-import gzip
 import io
 import json
 import os
 import re
-import stat
-import sys
-import tarfile
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from itertools import groupby
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +24,6 @@ import numpy as np
 from mvp_engine import plugins
 from mvp_engine.errors import UserError, similar_path
 from mvp_engine.files import is_url, url_of
-from mvp_engine.imports import load_spec
 from mvp_engine.kit.data.read.media_source import require_package
 from mvp_engine.kit.data.read.row_files import (
     JsonLines,
@@ -48,13 +35,9 @@ from mvp_engine.kit.data.read.row_files import (
     TarShard,
     content_hash,
     file_edges,
-    is_link,
-    is_sample_member,
-    merge_sample,
     prepared_file,
-    sample_key,
 )
-from mvp_engine.kit.data.read.row_types import BadRow, RowFormat, parse_object
+from mvp_engine.kit.data.read.row_types import BadRow
 from mvp_engine.kit.data.settings import METADATA_FILES
 
 _DATASET_ID = re.compile(r"[\w.-]+/[\w:@-]+")  # without a dot, which file names have
@@ -157,7 +140,7 @@ def open_source(
     is_one_folder = len(found) == 1 and found[0].is_dir()
     default_root = found[0] if is_one_folder else parent
     given_root = root
-    root = _absolute(root) if root else default_root
+    root = absolute(root) if root else default_root
     files: list[RowFile] = []
     for file, origin in zip(found, origins, strict=True):
         files += _open_path(file, os.path.relpath(origin, parent), root)
@@ -176,7 +159,7 @@ def _origin(file: Path) -> Path:
     return Path(url_of(file) or file)
 
 
-def _absolute(folder: str | Path) -> Path:
+def absolute(folder: str | Path) -> Path:
     return Path(folder) if is_url(folder) else Path(folder).expanduser().absolute()
 
 
@@ -422,173 +405,3 @@ class CsvFile(RowFile):
 
     def where(self, index: int) -> str:
         return f"{self.name}:{self._table[index + 1].line}"
-
-
-ReadRow = Callable[[], dict[str, Any]]
-RowFunction = Callable[[], Iterable[Any]]
-_JSON_LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
-_TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
-_STDIN = "-"
-
-
-class Stream:
-    """One named stream of rows; each `iter` starts it from the beginning."""
-
-    def __init__(
-        self,
-        name: str,
-        path: str | Sequence[str],
-        root: str | None = None,
-        format: RowFormat | str | None = None,
-    ) -> None:
-        self.name = name
-        self.format = format
-        self.max_text = format.max_text if isinstance(format, RowFormat) else None
-        self.parts: list[str | RowFunction] = []
-        for each in [path] if isinstance(path, str) else path:
-            self.parts += _open_parts(each)
-        first = self.parts[0]
-        folder = Path.cwd()
-        if isinstance(first, str) and first != _STDIN:
-            folder = _absolute(first).parent
-        self.root = _absolute(root) if root else folder
-
-    @property
-    def is_pipe(self) -> bool:
-        """Whether a part of it is a pipe, which one process can read, once."""
-        return any(isinstance(p, str) and (p == _STDIN or _is_fifo(p)) for p in self.parts)
-
-    def __iter__(self) -> Iterator[tuple[str, ReadRow]]:
-        for part in self.parts:
-            if not isinstance(part, str):
-                for number, row in enumerate(part()):
-                    yield f"{self.name}[{number}]", functools.partial(_copy_mapping, row)
-            elif part.lower().endswith(_TARS):
-                yield from _tar_rows(part)
-            else:
-                yield from _json_line_rows(part, self.max_text)
-
-
-def _open_parts(path: str) -> Sequence[str | RowFunction]:
-    """The files that a path names, or the function of `module:function`."""
-    if path == _STDIN:
-        return [path]
-    names = expand_path(path)
-    for name in names:
-        if not name.lower().endswith(_JSON_LINES + _TARS) and not _is_fifo(name):
-            supported = ", ".join(_JSON_LINES + _TARS)
-            raise UserError(f"data: {name} cannot be read as a stream; supported are {supported}")
-    if names:
-        return names
-    if ":" not in path:
-        raise UserError(f"data: nothing at {path}.{similar_path(path)}")
-    module, function_name = load_spec(path, Path.cwd(), "data: the stream")
-    function = getattr(module, function_name or "", None)
-    if not callable(function):
-        raise UserError(f"data: {path} is not a function that returns rows")
-    return [function]
-
-
-def _is_fifo(path: str) -> bool:
-    return not is_url(path) and stat.S_ISFIFO(os.stat(path).st_mode)
-
-
-def _copy_mapping(row: Any) -> dict[str, Any]:
-    if not isinstance(row, Mapping):
-        raise BadRow("wrong_type", f"the row is {type(row).__name__}, wanted a mapping")
-    return dict(row)
-
-
-def _json_line_rows(path: str, max_text: int | None) -> Iterator[tuple[str, ReadRow]]:
-    name = "stdin" if path == _STDIN else os.path.basename(path)
-    try:
-        with _open_lines(path) as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    read = functools.partial(parse_object, line, "the line", max_text)
-                    yield f"{name}:{number}", read
-    except (EOFError, zlib.error, OSError) as error:
-        raise UserError(f"data: {path} cannot be read to its end: {error}") from None
-
-
-def _open_bytes(path: str) -> Any:
-    """A file for reading; one at a URL by ranges."""
-    if not is_url(path):
-        return open(path, "rb")
-    from mvp_engine.stores import open_url
-
-    return open_url(path)
-
-
-def _open_lines(path: str) -> AbstractContextManager[Iterable[bytes]]:
-    if path == _STDIN:
-        return nullcontext(sys.stdin.buffer)
-    file = _open_bytes(path)
-    return gzip.open(file) if path.lower().endswith(".gz") else file
-
-
-def _tar_rows(path: str) -> Iterator[tuple[str, ReadRow]]:
-    """Samples of a WebDataset shard, in which the members of a sample are adjacent.
-
-    An uncompressed tar can seek, so its skipped rows are not read at all.
-    """
-    can_seek = path.lower().endswith(".tar")
-    mode: Any = "r:" if can_seek else "r|*"
-    try:
-        with _open_bytes(path) as file, tarfile.open(fileobj=file, mode=mode) as tar:
-            members = (_without_link(member) for member in filter(is_sample_member, tar))
-            for key, group in groupby(members, key=lambda member: sample_key(member.name)):
-                read: ReadRow
-                if can_seek:
-                    read = functools.partial(_read_sample, tar, list(group))
-                else:
-                    contents = [(member.name, _read_member(tar, member)) for member in group]
-                    read = functools.partial(merge_sample, contents)
-                yield f"{os.path.basename(path)}:{key}", read
-                # TarFile keeps the headers of all members: memory would grow with the stream.
-                tar.members = []  # type: ignore[attr-defined]
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise UserError(f"data: {path} is not a complete tar file: {error}") from None
-
-
-def _without_link(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    if is_link(member):
-        raise UserError(
-            f"data: {member.name} is a link, which a stream cannot follow: set stream: false, or "
-            "pack the file again with tar --dereference --hard-dereference"
-        )
-    return member
-
-
-def _read_sample(tar: tarfile.TarFile, members: list[tarfile.TarInfo]) -> dict[str, Any]:
-    return merge_sample((member.name, _read_member(tar, member)) for member in members)
-
-
-def _read_member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    data = tar.extractfile(member)
-    assert data is not None
-    return data.read()
-
-
-class StreamMixture:
-    """Several streams interleaved by weight: each row comes once, from the stream most behind its weight."""
-
-    def __init__(self, streams: Sequence[Stream], weights: Sequence[float]) -> None:
-        self.streams = list(streams)
-        self.weights = list(weights)
-        names = [stream.name for stream in streams]
-        if len(set(names)) < len(names):
-            raise UserError(f"data: streams need different names, not {names}")
-
-    def rows(self) -> Iterator[tuple[int, str, ReadRow]]:
-        """(index of the stream, place of the row, function that reads it)."""
-        remaining = {index: iter(stream) for index, stream in enumerate(self.streams)}
-        taken = dict.fromkeys(remaining, 0)
-        while remaining:
-            index = min(remaining, key=lambda one: (taken[one] + 1) / self.weights[one])
-            taken[index] += 1
-            row = next(remaining[index], None)
-            if row is None:
-                del remaining[index]
-            else:
-                yield index, *row
