@@ -184,7 +184,8 @@ PROCESSORS = {"qwen3_vl_moe": "qwen3_vl"}
 GGUF_FAMILIES = {
     "qwen2_5_vl_14": {
         "model_type": "qwen2_5_vl",
-        "text_config": QWEN_TEXT,
+        # Not larger: llama.cpp's GELU is a table in half precision.
+        "text_config": {**QWEN_TEXT, "initializer_range": 0.05},
         "vision_config": {
             **VLM_FAMILIES["qwen2_5_vl"]["vision_config"],
             "patch_size": 14,

@@ -162,9 +162,10 @@ def _block(part: Part, kit: MLLMDataKit, root: Path) -> dict[str, Any]:
         return {"type": "text", "text": part.value}
     if part.kind != "image":
         raise BadRow("unsupported", f"questions with {part.kind} are not compared")
-    _, pixels = kit.row_encoder.media.probe_and_decode(part, root)
+    _, found = kit.row_encoder.media.probe_and_decode(part, root)
+    picture = found if isinstance(found, Image.Image) else Image.fromarray(found)
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "png")
+    picture.save(file, "png")
     uri = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
     return {"type": "image_url", "image_url": {"url": uri}}
 
