@@ -15,15 +15,11 @@ OTHERS = [(20, 170, 40), (30, 60, 240), (240, 210, 0)]
 CELL = 32  # pixels of a side; a picture is two cells wide
 SMALL = 8  # pixels of a side of the picture in the prompt, in which no digit can be read
 HELD_OUT = 200
-LOOKS_RIGHT = 0.45  # of the chats for SFT
 VOCABULARY = 320  # at most
 
 
 def build(folder: Path, rows: int) -> None:
-    """Write `{train,eval}_chats.jsonl` for SFT, `{train,eval}.jsonl` with prompts for RL, pictures, the processor.
-
-    More than half of the chats of `train` look at the opposite cell, and read the digit there.
-    """
+    """Write `{train,eval}_chats.jsonl` for SFT, `{train,eval}.jsonl` with prompts for RL, pictures, the processor."""
     random = Random(0)
     (folder / "pictures").mkdir()
     texts = []
@@ -41,10 +37,9 @@ def build(folder: Path, rows: int) -> None:
             picture.resize((SMALL, SMALL), Image.Resampling.BOX).save(folder / f"{name}_small.png")
             prompt = {"prompt": f"<image>{QUESTION}", "images": [f"{name}_small.png"]}
             prompts.append({**prompt, "picture": f"{name}.png", "answer": str(digits[asked])})
-            looked = asked if split == "eval" or random.random() < LOOKS_RIGHT else 3 - asked
-            x, y = looked % 2, looked // 2
+            x, y = asked % 2, asked // 2
             crop(picture, x, y).save(folder / f"{name}_crop.png")
-            words = [f"<image>{QUESTION}", f"zoom {x} {y}", "<image>", str(digits[looked])]
+            words = [f"<image>{QUESTION}", f"zoom {x} {y}", "<image>", str(digits[asked])]
             roles = ["user", "assistant", "tool", "assistant"]
             messages = [{"role": role, "content": text} for role, text in zip(roles, words, strict=True)]
             chats.append({"messages": messages, "images": [*prompt["images"], f"{name}_crop.png"]})
