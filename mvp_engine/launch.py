@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import faulthandler
 import gc
 import os
@@ -22,10 +21,10 @@ import torch
 
 from mvp_engine.config import Composed, Config, compose
 from mvp_engine.config.engine_class import check_workflow
+from mvp_engine.data.loader import make_deterministic
 from mvp_engine.distributed import World
-from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.engine import Engine
-from mvp_engine.engine.state import Start, choose_start, download_checkpoint
+from mvp_engine.engine.state import Start, agree_on_start
 from mvp_engine.errors import (
     ERROR_FILE,
     EXIT_BUG,
@@ -38,10 +37,10 @@ from mvp_engine.errors import (
     TryAgain,
     UserError,
 )
-from mvp_engine.log import EarlyMessages, backend_factory
+from mvp_engine.log import EarlyMessages
 from mvp_engine.process.watchdog import ignore_broken_pipes
 from mvp_engine.report.page import end_of_run
-from mvp_engine.runs import Run, launcher_id
+from mvp_engine.runs import launcher_id
 
 
 def main(argv: list[str] | None = None, composed: Composed | None = None) -> int:
@@ -102,7 +101,8 @@ def launch(
 
 def join(config: Config) -> World:
     """The world of a run, with the settings of the process that its config asks for."""
-    _make_deterministic(config.deterministic)
+    if config.deterministic:
+        make_deterministic()
     if config.cpu_threads is not None:
         torch.set_num_threads(config.cpu_threads)
     return World.join(config.device, config.parallel.timeout)
@@ -122,7 +122,7 @@ def run_workflow(
     composed: Composed, world: World, work: Callable[[Engine], None] | None = None
 ) -> Engine:
     """Run the workflow of a config; returns its engine, closed. With `work`, run that and leave the engine open."""
-    start = _agree_on_start(composed.config, world)
+    start = agree_on_start(composed.config, world)
     while True:
         try:
             return _attempt(composed, world, start, work)
@@ -215,35 +215,6 @@ def _attempt(
                 )
                 if manager := getattr(engine, "checkpoints", None):
                     manager.copy_files()
-
-
-def _agree_on_start(config: Config, world: World) -> Start:
-    """Rank 0 chooses the run and the checkpoint and broadcasts them; a user error there is raised on all ranks."""
-    chosen: Start | None = None
-    unlocked: Start | None = None  # without the lock of the run folder, which rank 0 keeps
-    with raise_on_all_ranks(world.host_group):
-        if world.is_main:
-            for entry in config.log.backends:
-                backend_factory(entry, config.engine)  # raises for a wrong one before data is read
-            chosen = choose_start(config)
-            unlocked = dataclasses.replace(chosen, run=Run(chosen.run.dir))
-    start: Start = world.broadcast(unlocked)
-    folder = start.run.dir.absolute()
-    if world.any(not folder.is_dir())[0]:
-        if chosen and chosen.is_new:
-            chosen.run.remove_failed_start()
-        raise UserError(
-            f"the run folder {folder}, which rank 0 created, does not exist on another node: set output_dir to a "
-            "folder that all nodes share"
-        )
-    return download_checkpoint(chosen or start, world, config.workflow)
-
-
-def _make_deterministic(wanted: bool) -> None:
-    if wanted:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
 
 
 def _show(text: str, mode: str = "a") -> None:

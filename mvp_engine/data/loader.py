@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import hashlib
 import math
+import os
 import random
 import sys
 import threading
@@ -47,6 +48,13 @@ from mvp_engine.process.watchdog import end_with_this_process
 def derived_seed(*parts: object) -> int:
     """A 32-bit seed (numpy's limit) from anything printable; the same on every machine."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=4).digest(), "little")
+
+
+def make_deterministic() -> None:
+    """Let PyTorch compute the same bits in each run on a GPU; called before CUDA starts."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def seed_everything(seed: int, cuda: bool = True) -> None:

@@ -23,9 +23,11 @@ from mvp_engine.checkpoint.manager import find_checkpoint, recover
 from mvp_engine.checkpoint.state import read_state
 from mvp_engine.config.schema import Config
 from mvp_engine.data import derived_seed, rng_state, seed_everything, set_rng_state
+from mvp_engine.distributed.world import raise_on_all_ranks
 from mvp_engine.errors import JOB_ID, UserError, count
 from mvp_engine.files import as_url, atomic_write_text, is_url, remove
 from mvp_engine.hf.model.model_parts import table, trained_parts
+from mvp_engine.log import backend_factory
 from mvp_engine.runs import (
     CORRUPT_PREFIX,
     STEP_PREFIX,
@@ -65,6 +67,28 @@ class Start:
     def step(self) -> int:
         """The step that this launch starts from."""
         return 0 if self.checkpoint is None else checkpoint_step(self.checkpoint) or 0
+
+
+def agree_on_start(config: Config, world: World) -> Start:
+    """Rank 0 chooses the run and the checkpoint and broadcasts them; a user error there is raised on all ranks."""
+    chosen: Start | None = None
+    unlocked: Start | None = None  # without the lock of the run folder, which rank 0 keeps
+    with raise_on_all_ranks(world.host_group):
+        if world.is_main:
+            for entry in config.log.backends:
+                backend_factory(entry, config.engine)  # raises for a wrong one before data is read
+            chosen = choose_start(config)
+            unlocked = replace(chosen, run=Run(chosen.run.dir))
+    start: Start = world.broadcast(unlocked)
+    folder = start.run.dir.absolute()
+    if world.any(not folder.is_dir())[0]:
+        if chosen and chosen.is_new:
+            chosen.run.remove_failed_start()
+        raise UserError(
+            f"the run folder {folder}, which rank 0 created, does not exist on another node: set output_dir to a "
+            "folder that all nodes share"
+        )
+    return download_checkpoint(chosen or start, world, config.workflow)
 
 
 def choose_start(config: Config) -> Start:
