@@ -592,7 +592,7 @@ class StreamLoader:
         self.num_tokens = sum(state["tokens"] for state in saved) // ranks
         # What ranks that are gone have seen counts for the first one.
         seen = np.sum([state["seen"] for state in saved], axis=0, dtype=np.int64)
-        self._seen = seen if self.dataset.rank == 0 else 0 * seen
+        self._seen = seen if self.dataset.rank == 0 else np.zeros_like(seen)
 
     def _check(self, state: dict[str, Any]) -> None:
         if state["of"] != self._fingerprint([self.dataset.seed, self.dataset.shuffle]):

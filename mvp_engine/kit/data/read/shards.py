@@ -148,7 +148,7 @@ def _size(path: str) -> int:
         return os.path.getsize(path)
     from mvp_engine.stores import size_and_etag
 
-    return size_and_etag(path).size
+    return size_and_etag(path).size or 0  # 0: the store does not say
 
 
 class Lines(Shard):
