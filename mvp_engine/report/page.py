@@ -225,9 +225,9 @@ def write_report(
     parts += ["<h2>Curves</h2><div class=curves>", *curves, "</div>"]
     for name, rows in (tables or {}).items():
         parts += _table(name, rows)
+    parts += _table("Benchmarks", facts.task_rows())
     parts += _examples(examples, shown)
     parts += sections
-    parts += _table("Benchmarks", facts.task_rows())
     parts += _table("Losses by source", facts.source_rows())
     parts += _table("Rows left out", facts.left_out_rows())
     parts += _table("Slow steps", facts.slow_step_rows())
