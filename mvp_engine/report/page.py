@@ -259,9 +259,9 @@ def write_report(
     parts += ["<h2>Curves</h2><div class=curves>", *curves, "</div>"]
     for name, rows in (tables or {}).items():
         parts += table_html(name, rows)
+    parts += table_html("Benchmarks", facts.task_rows())
     parts += example_cards(examples, shown)
     parts += sections
-    parts += table_html("Benchmarks", facts.task_rows())
     parts += table_html("Losses by source", facts.source_rows())
     parts += table_html("Rows left out", facts.left_out_rows())
     parts += table_html("Slow steps", facts.slow_step_rows())

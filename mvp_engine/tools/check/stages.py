@@ -371,11 +371,8 @@ def short_config(config: Config) -> Config:
     for name, values in sections.items():
         changes[name] = getattr(config, name).model_copy(update=values)
     if isinstance(harness := getattr(config, "eval_harness", None), EvalHarness):
-        tasks = [
-            task.model_copy(update={"limit": 2})
-            for task in harness.tasks
-            if not isinstance(task, str)
-        ]
+        tasks: list[Any] = list(harness.tasks)
+        tasks = [task.model_copy(update={"limit": 2}) for task in tasks]
         changes["eval_harness"] = harness.model_copy(update={"tasks": tasks})
     return config.model_copy(update=changes)
 
