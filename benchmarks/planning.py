@@ -33,6 +33,7 @@ from mvp_engine.kit.data.pack.plan import Mixture
 RANKS = 1024
 RANK = 517
 BUDGET = 8192
+BUILD = Path(__file__).parents[1] / "build"  # on a disk, which /tmp may not be
 RESULTS = Path(__file__).parent / "results" / "planning.json"
 
 
@@ -147,7 +148,8 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     for kind in words.kinds:
         for rows in words.rows:
-            with tempfile.TemporaryDirectory(dir=".") as folder:
+            BUILD.mkdir(exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=BUILD) as folder:
                 line: dict[str, Any] = {"rows": rows, "kind": kind}
                 for stage in ("make", "plan", "rank"):
                     arguments = [__file__, "--rows", str(rows), "--job", stage, folder, kind]

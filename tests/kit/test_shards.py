@@ -408,3 +408,5 @@ def test_commands_know_shards_and_prepared_rows(vlm_folder, capsys, kind):
     assert mvp("train sft/full log.interval=1 run_id=one", *words) == 0
     losses = [record["loss"] for record in read_metrics(vlm_folder / "outputs")]
     assert len(losses) == 2
+    seen = json.loads((vlm_folder / "outputs" / "one" / "run.json").read_text())["seen"]["rows"]
+    assert seen["tokens"] > 100

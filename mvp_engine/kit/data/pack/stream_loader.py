@@ -591,7 +591,7 @@ class StreamLoader:
         self.num_packs = sum(state["given"] for state in saved) // ranks
         self.num_tokens = sum(state["tokens"] for state in saved) // ranks
         # What ranks that are gone have seen counts for the first one.
-        seen = np.sum([state["seen"] for state in saved], axis=0, dtype=np.int64)
+        seen = np.array([state["seen"] for state in saved], np.int64).sum(0)
         self._seen = seen if self.dataset.rank == 0 else np.zeros_like(seen)
 
     def _check(self, state: dict[str, Any]) -> None:
