@@ -182,4 +182,4 @@ def test_docs_walk_of_a_step_names_lines_of_seven_files():
         ]
         assert int(line) == int(anchor) == defined[0], f"{file}: {name} is in line {defined[0]}"
     assert len(sources) == 7
-    assert sum(map(len, sources.values())) <= 2230
+    assert sum(map(len, sources.values())) <= 2200

@@ -38,10 +38,10 @@ PLUGIN_KITS = {"actions", "flow", "plan", "preference", "rl", "speech"}
 APART = PLUGIN_KITS - {"plan"}
 # What a reader feels of the size of the package, from scripts/house.py. They go down; one that goes up needs a line in
 # docs/architecture.md, "Size", which says what the reader gets for it.
-FILES = 270
-ONE_IMPORTER_MODULES = 36
-CONFIG_KEYS = 160
-UNSET_KEYS = 20  # that no shipped config sets
+FILES = 280
+ONE_IMPORTER_MODULES = 37
+CONFIG_KEYS = 158
+UNSET_KEYS = 22  # that no shipped config sets
 COMMANDS = 18
 SFT_MODULES = 162
 STEP_FILES = 55
