@@ -53,7 +53,7 @@ def serve(
     max_batch: int,
     device: str | None,
     root: str,
-    server_options: list[str],
+    server_options: Sequence[str] = (),
 ) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit code."""
     interpreter = python or sys.executable

@@ -128,7 +128,7 @@ def test_refused_repositories_name_the_fix(hub):
         local_folder("org/model@v9")
     with user_error(r"org/pickle@\w+ has no model.safetensors"):
         local_folder("org/pickle", weights=True)
-    with user_error("path=org/adapter is a LoRA adapter: give the model that it adapts"):
+    with user_error("base_model_name_or_path=None is not a model's folder"):
         read_config("org/adapter", {})
 
 
