@@ -134,4 +134,4 @@ def test_replay_on_a_stream_names_the_stream_and_the_row(config, tmp_path, capsy
     assert mvp(f"train {config}", *words, "faults.nan=3") == 0
     [run] = list_runs(tmp_path / "outputs")
     assert mvp(f"check {run.id}") == 0
-    assert "row images, row 3\n" in capsys.readouterr().out
+    assert "row images.jsonl, row 3\n" in capsys.readouterr().out

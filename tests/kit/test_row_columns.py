@@ -81,4 +81,6 @@ def test_read_row_loss_flag_of_a_message_in_every_spelling(key):
     row = read_row({"messages": [QUESTION, {**ANSWER, key: 0}, QUESTION, {**ANSWER, key: 1}]})
     assert [message.loss for message in row.messages] == [None, False, None, True]
     assert row.unused == ()
-    assert reason({"messages": [QUESTION, {**ANSWER, key: 0.5}]}) == "wrong_type"
+    weighted = read_row({"messages": [QUESTION, {**ANSWER, key: 0.5}]})
+    assert weighted.messages[-1].loss == 0.5
+    assert reason({"messages": [QUESTION, {**ANSWER, key: "no"}]}) == "wrong_type"
