@@ -170,6 +170,7 @@ def killed_at(server, words, ranks, method, part, but="nothing"):
         if verb == method and part in path and but not in path:
             reached.set()
             killed.wait(60)
+            raise ConnectionError("the client is dead")
 
     server.on_request = hold
     process = start(words, ranks)
