@@ -139,7 +139,10 @@ def _serve(rank, pipe):
         os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         try:
-            answer = pickle.dumps((None, function(*args)))
+            value = function(*args)
+            # `World.join` of a later call would be inside of it, and ranks that it does not have would wait.
+            assert not torch.distributed.is_initialized(), "the process group was left open"
+            answer = pickle.dumps((None, value))
         except BaseException:  # noqa: BLE001 - raised again in the test
             answer = pickle.dumps((traceback.format_exc(), None))
         pipe.send_bytes(answer)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -78,7 +79,7 @@ def events(text):
 
 
 def test_endpoint_greedy_answers_of_concurrent_clients_equal_transformers(
-    folder, image, endpoint, port
+    folder, image, endpoint, port, monkeypatch
 ):
     uri = "data:image/png;base64," + base64.b64encode(image.read_bytes()).decode()
     conversations = [[{"role": "user", "content": text}] for text in TEXTS]
@@ -94,6 +95,16 @@ def test_endpoint_greedy_answers_of_concurrent_clients_equal_transformers(
     block = {"type": "image_url", "image_url": {"url": uri}}
     conversations.append([{"role": "user", "content": [block, with_image[0]["content"][1]]}])
     answers = {}
+    decoder = endpoint.decoder
+    admitted = decoder._admitted
+
+    def all_together():
+        if decoder._rows or len(decoder._waiting) == len(conversations):
+            return admitted()
+        time.sleep(0.01)
+        return []
+
+    monkeypatch.setattr(decoder, "_admitted", all_together)
 
     def client(index):
         answers[index] = ask(port, conversations[index])
@@ -106,7 +117,7 @@ def test_endpoint_greedy_answers_of_concurrent_clients_equal_transformers(
     found = [answers[i]["choices"][0]["message"]["content"] for i in range(len(conversations))]
     assert found == expected
     assert len(set(found)) > 3
-    assert endpoint.decoder.largest_batch > 1
+    assert decoder.largest_batch == len(conversations)
     (completion,) = complete(
         endpoint.model.engine,
         endpoint.model.prompt(with_image),
