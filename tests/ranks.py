@@ -123,6 +123,7 @@ def _serve(rank, pipe):
     import torch
 
     import mvp_engine.hf.model.adapter  # noqa: F401 - for `probe_once`
+    from mvp_engine.distributed import world
 
     faulthandler.register(signal.SIGUSR1)
     # As under torchrun; spawned loader workers import everything.
@@ -138,6 +139,7 @@ def _serve(rank, pipe):
         function, args, size, port, probe_once.FILE[0] = pipe.recv()
         os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        world._JOINED.clear()  # a port may come again, for other ranks
         try:
             value = function(*args)
             # `World.join` of a later call would be inside of it, and ranks that it does not have would wait.

@@ -3,14 +3,12 @@
 import pytest
 import torch
 from conftest import mvp, user_error
-from families import parallel
 from lora_models import BATCH, engine_of, log_probs, pretrained, steps, weights
 from run_files import log_of, read_json
 from safetensors.torch import load_file
 from test_lora_experts import BOTH, folder_of
 from tiny_vlm import with_images, write
 
-from mvp_engine.distributed import Layout, World
 from mvp_engine.kit import Lora, MLLMModelKit
 from mvp_engine.runs import list_runs
 
@@ -74,18 +72,16 @@ def test_adapter_of_stacked_experts_continues(tmp_path):
     assert_same(weights(engine_of(adapter, OTHER)), weights(first))
 
 
-def shards(adapter, sizes):
-    world = World.join("cpu")
-    engine = engine_of(adapter, OTHER, Layout.of(world, parallel(**sizes)))
-    return weights(engine)
+def shards(layout, adapter):
+    return weights(engine_of(adapter, OTHER, layout))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"shard": 2}, {"tensor": 2}])
-def test_adapter_continues_on_shards(sizes, base, tmp_path, ranks2):
+def test_adapter_continues_on_shards(sizes, base, tmp_path, on_ranks):
     first = engine_of(base, Lora(rank=4, target_modules=["q_proj", "o_proj"]))
     adapter = saved(first, tmp_path / "adapter")
-    for found in ranks2.run(shards, adapter, sizes):
+    for found in on_ranks(sizes, shards, adapter):
         assert_same(found, weights(first))
 
 
