@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,6 +115,13 @@ def pytest_runtest_setup():
     frames = sys.modules.get("torch._dynamo.eval_frame")
     if frames is not None and frames._stance.stance != "default":
         sys.modules["torch"].compiler.set_stance("default")
+
+
+def pytest_runtest_teardown(item):
+    """Under a real-time scheduler, which root may set, this process and its children would starve all others."""
+    if os.sched_getscheduler(0) != os.SCHED_OTHER:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        warnings.warn(f"{item.nodeid} set a real-time scheduler", stacklevel=1)
 
 
 def _missing_for_gpu(required=True, package=None):
