@@ -121,7 +121,7 @@ def pytest_runtest_teardown(item):
     """Under a real-time scheduler, which root may set, this process and its children would starve all others."""
     if os.sched_getscheduler(0) != os.SCHED_OTHER:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-        warnings.warn(f"{item.nodeid} set a real-time scheduler", stacklevel=1)
+        warnings.warn(f"{item.nodeid} set a real-time scheduler: an encoder of AV1?", stacklevel=1)
 
 
 def _missing_for_gpu(required=True, package=None):

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +316,20 @@ class LeRobotWriter:
         return found
 
 
+@contextmanager
+def _kept_scheduler() -> Iterator[None]:
+    """For root, SVT-AV1 makes the calling thread a real-time one: it and all that it starts would starve the others."""
+    if not hasattr(os, "sched_getscheduler"):  # only Linux has it
+        yield
+        return
+    policy, param = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        yield
+    finally:
+        if os.sched_getscheduler(0) != policy:
+            os.sched_setscheduler(0, policy, param)
+
+
 class _VideoFile:
     """A video that is being encoded."""
 
@@ -331,7 +347,9 @@ class _VideoFile:
         for pixels in frames:
             frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24")
             frame.pts = self.num_frames
-            self.container.mux(self.stream.encode(frame))
+            with _kept_scheduler():
+                packets = self.stream.encode(frame)
+            self.container.mux(packets)
             self.num_frames += 1
 
     def close(self) -> None:
